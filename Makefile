@@ -1,0 +1,37 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types format lock clean
+
+BIN := .venv/bin
+# One process: XLA compiles on several cores by itself, and two workers on two cores were slower.
+PYTEST_ARGS ?=
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make or refresh .venv
+	@scripts/setup.sh
+
+demo: setup ## run the demonstration on the CPU
+	$(BIN)/python -m serving.demo
+
+test: setup ## run the tests (PYTEST_ARGS="-k name" for some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# The variable stops pyright from asking the network for a newer version of itself.
+types: setup ## check types
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings
+
+format: setup ## format, and fix what can be fixed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock: setup ## lock the dependencies again (LOCK_ARGS=--upgrade for newer ones)
+	scripts/lock.sh $(LOCK_ARGS)
+
+clean: ## remove .venv and every cache
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""GLM-5.3 inference in JAX with a paged KV cache."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from glm53.config import GLMConfig
+    from serving.llm import LLM
+    from serving.outputs import RequestOutput
+    from serving.sampling_params import SamplingParams
+
+__all__ = ["LLM", "GLMConfig", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "GLMConfig": "glm53.config",
+    "LLM": "serving.llm",
+    "RequestOutput": "serving.outputs",
+    "SamplingParams": "serving.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports public names on first use, so that the model does not import the entry points."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'glm53' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

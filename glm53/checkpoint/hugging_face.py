@@ -1,0 +1,185 @@
+"""Loads a Hugging Face safetensors directory straight into sharded, stacked parameters.
+
+Everything is checked from the headers before a byte of weight is read. Then files are read one
+tensor at a time, each placed in its stack in place, so that host memory beyond the parameters
+themselves holds one tensor.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from tqdm import tqdm
+
+from glm53.checkpoint.errors import CheckpointError
+from glm53.checkpoint.inventory import TensorSpec, ignored_tensors, tensor_inventory
+from glm53.checkpoint.safetensors_file import SafetensorsFile
+from glm53.config import GLMConfig
+from glm53.model import abstract_model
+from glm53.sharding import check_mesh, parameter_shardings
+
+_INDEX = "model.safetensors.index.json"
+
+
+def load_hugging_face(
+    path: str | Path, config: GLMConfig, mesh: Mesh, *, use_tqdm: bool = False
+) -> nnx.State:
+    """Loads the parameters that `config` describes, sharded over `mesh`.
+
+    Args:
+        path: directory with one or several safetensors files.
+        config: the model; its compute dtype is the dtype of unquantised parameters in memory.
+        mesh: where to put them.
+        use_tqdm: show progress, if standard error is a terminal.
+
+    Raises:
+        FileNotFoundError: no safetensors file.
+        CheckpointError: tensors are missing, extra, misshapen or of a wrong type, or a file is
+            truncated; all problems are named.
+        ValueError: the mesh does not divide a sharded axis.
+    """
+    check_mesh(config, mesh)
+    path = Path(path)
+    files = _open_files(path)
+    specs = {spec.name: spec for spec in tensor_inventory(config)}
+    _check_tensors(path, files, specs, ignored_tensors(config))
+    return _fill(path, files, specs, config, mesh, use_tqdm)
+
+
+def _open_files(path: Path) -> list[SafetensorsFile]:
+    index = path / _INDEX
+    listed: dict[str, str] = {}
+    if index.is_file():
+        try:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(listed.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(path, [f"{_INDEX} is damaged: {error!r}"]) from error
+    else:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+    if not names:
+        raise FileNotFoundError(f"no safetensors file in {path}")
+    files, problems = [], []
+    for name in names:
+        try:
+            files.append(SafetensorsFile(path / name))
+        except FileNotFoundError:
+            problems.append(f"missing file {name}, which {_INDEX} lists")
+        except ValueError as error:
+            problems.append(str(error))
+    held = {tensor: file.path.name for file in files for tensor in file.tensors}
+    unreadable = set(names) - {file.path.name for file in files}
+    for tensor, name in listed.items():
+        if name not in unreadable and held.get(tensor) != name:
+            problems.append(f"{_INDEX} places {tensor} in {name}, which does not hold it")
+    if problems:
+        raise CheckpointError(path, problems)
+    return files
+
+
+def _check_tensors(
+    path: Path,
+    files: Iterable[SafetensorsFile],
+    specs: dict[str, TensorSpec],
+    ignored: frozenset[str],
+) -> None:
+    problems, seen = [], {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if name in seen:
+                problems.append(f"{name} is in both {seen[name]} and {file.path.name}")
+            seen[name] = file.path.name
+            spec = specs.get(name)
+            if spec is None:
+                if name not in ignored:
+                    problems.append(f"extra tensor {name} {tensor.dtype} {list(tensor.shape)}")
+                continue
+            if tensor.shape != spec.shape:
+                problems.append(
+                    f"{name} has shape {list(tensor.shape)}, expected {list(spec.shape)}"
+                )
+            if tensor.dtype != spec.dtype:
+                problems.append(f"{name} has dtype {tensor.dtype}, expected {spec.dtype}")
+    problems += [f"missing tensor {name}" for name in specs if name not in seen]
+    if problems:
+        raise CheckpointError(path, problems)
+
+
+def _fill(
+    path: Path,
+    files: list[SafetensorsFile],
+    specs: dict[str, TensorSpec],
+    config: GLMConfig,
+    mesh: Mesh,
+    use_tqdm: bool,
+) -> nnx.State:
+    _, abstract = abstract_model(config)
+    shardings = dict(nnx.to_flat_state(parameter_shardings(abstract, mesh)))
+    shapes = dict(nnx.to_flat_state(abstract))
+    filled: dict[tuple, jax.Array] = {}
+    problems = []
+    tensors = [(file, specs[name]) for file in files for name in file.tensors if name in specs]
+    hidden = not (use_tqdm and sys.stderr.isatty())
+    for file, spec in tqdm(tensors, desc="Loading weights", unit="tensor", disable=hidden):
+        value = file.read(spec.name)
+        problems += _check_values(spec, value)
+        target = shapes[spec.path].get_value()
+        sharding = shardings[spec.path].get_value()
+        value = value.astype(target.dtype, copy=False)
+        if not spec.index:
+            filled[spec.path] = _place(value, sharding)
+            continue
+        if spec.path not in filled:
+            filled[spec.path] = _zeros(target.shape, target.dtype, sharding)
+        trailing = NamedSharding(mesh, jax.P(*sharding.spec[len(spec.index) :]))
+        filled[spec.path] = _insert(sharding, len(spec.index))(
+            filled[spec.path], _place(value, trailing), np.asarray(spec.index, np.int32)
+        )
+    if problems:
+        raise CheckpointError(path, problems)
+    for name, shape in shapes.items():
+        if name not in filled:  # a stack of no layers
+            target = shape.get_value()
+            filled[name] = _zeros(target.shape, target.dtype, shardings[name].get_value())
+    leaves = {name: shapes[name].replace(filled[name]) for name in shapes}
+    return nnx.State.from_flat_path(leaves)
+
+
+def _check_values(spec: TensorSpec, value: np.ndarray) -> list[str]:
+    """Vectors and scales are small, and one bad number in them spoils every token."""
+    if len(spec.shape) > 1 and spec.path[-1] != "scale":
+        return []
+    bad = int(np.sum(~np.isfinite(value.astype(np.float32))))
+    return [f"{spec.name} holds {bad} values that are not finite"] if bad else []
+
+
+def _place(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+@functools.cache
+def _zeros_of(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding):
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
+    return _zeros_of(shape, dtype, sharding)()
+
+
+@functools.cache
+def _insert(sharding: NamedSharding, depth: int):
+    """A jitted, donated insertion of one entry into a stack."""
+
+    def insert(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        starts = [index[axis] for axis in range(depth)] + [0] * value.ndim
+        entry = value.reshape(*[1] * depth, *value.shape)
+        return jax.lax.dynamic_update_slice(stack, entry, starts)
+
+    return jax.jit(insert, donate_argnums=0, out_shardings=sharding)

@@ -1,0 +1,120 @@
+"""A reader of safetensors files that knows FP8 and checks what it reads.
+
+The `safetensors` package has no NumPy dtype for e4m3, so the header is read here.
+"""
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F64": np.dtype(np.float64),
+    "F16": np.dtype(np.float16),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_HEADER_LIMIT = 100_000_000
+
+
+class StoredTensor(NamedTuple):
+    """A tensor's entry in the header: dtype name, shape, and byte range in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFile:
+    """One safetensors file, its header read and checked against the file's size.
+
+    Attributes:
+        tensors: entries by name, in the order of the header.
+
+    Raises:
+        ValueError: the file is truncated, torn, or not safetensors; the message says where.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise ValueError(f"{path.name} is truncated: {size} bytes hold no header")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > _HEADER_LIMIT or 8 + length > size:
+                raise ValueError(
+                    f"{path.name} is truncated or not safetensors: its header claims {length} "
+                    f"bytes of a file of {size}"
+                )
+            header = file.read(length)
+        try:
+            entries = json.loads(header)
+            entries.pop("__metadata__", None)
+            self.tensors = {
+                name: _entry(name, entry, 8 + length) for name, entry in entries.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path.name} has a damaged header: {error}") from error
+        self._check_ranges(8 + length, size)
+
+    def _check_ranges(self, start: int, size: int) -> None:
+        """Tensors fill the file behind the header without gaps or overlap."""
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].start):
+            if tensor.start != start:
+                raise ValueError(
+                    f"{self.path.name} is torn: {name} starts at byte {tensor.start}, not {start}"
+                )
+            start = tensor.end
+        if start != size:
+            raise ValueError(
+                f"{self.path.name} is truncated or torn: its tensors end at byte {start}, "
+                f"the file at {size}"
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one tensor. Its bytes are not kept.
+
+        Raises:
+            ValueError: the file ends too early.
+        """
+        tensor = self.tensors[name]
+        data = np.empty(tensor.end - tensor.start, np.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(tensor.start)
+            view, done = memoryview(data), 0
+            while done < data.size:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise ValueError(f"{self.path.name} ended while reading {name}")
+                done += count
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), tensor.start, data.size, os.POSIX_FADV_DONTNEED)
+        return data.view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def _entry(name: str, entry: dict, base: int) -> StoredTensor:
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} has unknown dtype {dtype}")
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"{name} has shape {list(shape)}")
+    if end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise ValueError(f"{name} has {end - start} bytes for {dtype} {list(shape)}")
+    return StoredTensor(dtype, shape, base + start, base + end)

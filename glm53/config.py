@@ -1,0 +1,395 @@
+"""The one frozen configuration of the model, read from a Hugging Face `config.json`.
+
+Decisions:
+* What the file says twice must agree; what this implementation does not compute is refused by name.
+* The schedule of indexers is always held as the explicit list `indexer_types`.
+* `latent_norm_eps` defaults to `rms_norm_eps`, the value that serving engines use.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+FloatType = Literal["float32", "bfloat16"]
+FLOAT_TYPES = ("float32", "bfloat16")
+MODEL_TYPE = "glm_moe_dsa"
+FP8_BLOCK = 128
+
+# Settings that change the arithmetic and have one supported value; absent or null means that value.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": ("silu",),
+    "tie_word_embeddings": (False,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "norm_topk_prob": (True,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "moe_layer_freq": (1,),
+    "rope_interleave": (True,),
+    "indexer_rope_interleave": (True,),
+    "rope_scaling": (),
+    "moe_router_dtype": ("float32",),
+}
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "max_position_embeddings",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GLMConfig:
+    """Sizes, schedules and numerics of a `glm_moe_dsa` model. Hashable, so it can be static in jit.
+
+    Attributes that are not a plain Hugging Face field:
+        indexer_types: "full" or "shared" for each trunk layer; a shared layer reuses the selection
+            of the nearest full layer before it.
+        mlp_layer_types: "dense" or "sparse" for each trunk layer.
+        num_nextn_predict_layers: MTP layers, 0 or 1. An MTP layer has its own indexer and experts.
+        eos_token_ids: ids that end a generation, possibly none.
+        weight_dtype: dtype of the unquantised tensors on disk.
+        fp8_weights: matrices are block-FP8 (e4m3 with one float32 scale per 128 x 128 block).
+        compute_dtype: dtype of activations and of unquantised matrices in memory.
+        latent_norm_eps: epsilon of `q_a_layernorm` and `kv_a_layernorm`.
+        activation_quantization: "fp8_1x128" rounds the inputs of FP8 matrices to e4m3 in groups of
+            128 along the contracted axis.
+
+    Raises:
+        ValueError: a field is out of range or two fields disagree; the message names them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    indexer_types: tuple[str, ...]
+    mlp_layer_types: tuple[str, ...]
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    routed_scaling_factor: float
+    rope_theta: float
+    max_position_embeddings: int
+    rms_norm_eps: float
+    latent_norm_eps: float
+    num_nextn_predict_layers: int = 0
+    index_share_for_mtp_iteration: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    weight_dtype: FloatType = "bfloat16"
+    fp8_weights: bool = False
+    compute_dtype: FloatType = "bfloat16"
+    activation_quantization: Literal["none", "fp8_1x128"] = "none"
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("rope_theta", "rms_norm_eps", "latent_norm_eps", "routed_scaling_factor"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if self.num_nextn_predict_layers not in (0, 1):
+            raise ValueError(
+                f"num_nextn_predict_layers must be 0 or 1, got {self.num_nextn_predict_layers!r}"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise ValueError(
+                f"index_head_dim {self.index_head_dim} is smaller than qk_rope_head_dim "
+                f"{self.qk_rope_head_dim}, which the indexer rotates"
+            )
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} exceeds n_routed_experts "
+                f"{self.n_routed_experts}"
+            )
+        _check_schedule("indexer_types", self.indexer_types, ("full", "shared"), self)
+        _check_schedule("mlp_layer_types", self.mlp_layer_types, ("dense", "sparse"), self)
+        if self.indexer_types[0] != "full":
+            raise ValueError("indexer_types[0] must be 'full': there is no selection to share")
+        for token in self.eos_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"eos_token_id {token} is outside vocab_size {self.vocab_size}")
+        for name in ("weight_dtype", "compute_dtype"):
+            if getattr(self, name) not in FLOAT_TYPES:
+                raise ValueError(
+                    f"{name} must be one of {FLOAT_TYPES}, got {getattr(self, name)!r}"
+                )
+        if self.activation_quantization not in ("none", "fp8_1x128"):
+            raise ValueError(
+                "activation_quantization must be 'none' or 'fp8_1x128', got "
+                f"{self.activation_quantization!r}"
+            )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query head: the part without position, then the rotated part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers on disk: the trunk's, then the MTP layer."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    @property
+    def num_index_layers(self) -> int:
+        """Layers with an indexer of their own, the MTP layer included."""
+        return self.indexer_types.count("full") + self.num_nextn_predict_layers
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with a dense MLP."""
+        return self.mlp_layer_types.count("dense")
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Layers with experts, the MTP layer included."""
+        return self.mlp_layer_types.count("sparse") + self.num_nextn_predict_layers
+
+    def replace(self, **changes: Any) -> "GLMConfig":
+        """A copy with fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "GLMConfig":
+        """Reads `config.json` of a checkpoint directory.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            ValueError: it is not JSON, or `from_hf` refuses it.
+        """
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"no config.json in {path}")
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{file} must hold a JSON object")
+        return cls.from_hf(fields)
+
+    @classmethod
+    def from_hf(cls, fields: Mapping[str, Any]) -> "GLMConfig":
+        """Builds the configuration from the fields of a Hugging Face `config.json`.
+
+        Keys without meaning for inference are ignored.
+
+        Raises:
+            ValueError: another model type, a setting that is not supported, a missing field, or
+                fields that contradict each other; the message names the field.
+        """
+        _check_supported(fields)
+        sizes = {name: _required(fields, name) for name in _SIZES}
+        weight_dtype = _agreed(fields, "dtype", "torch_dtype", default="bfloat16")
+        rms_norm_eps = fields.get("rms_norm_eps", 1e-5)
+        for name in _SIZES:
+            if not _is_int(sizes[name]) or sizes[name] < 1:
+                raise ValueError(f"{name} must be a positive integer, got {sizes[name]!r}")
+        _check_derived_sizes(fields, sizes)
+        num_layers = sizes["num_hidden_layers"]
+        return cls(
+            **sizes,
+            indexer_types=_indexer_types(fields, num_layers),
+            mlp_layer_types=_mlp_layer_types(fields, num_layers),
+            routed_scaling_factor=_required(fields, "routed_scaling_factor"),
+            rope_theta=_rope_theta(fields),
+            rms_norm_eps=rms_norm_eps,
+            latent_norm_eps=rms_norm_eps,
+            num_nextn_predict_layers=fields.get("num_nextn_predict_layers") or 0,
+            index_share_for_mtp_iteration=bool(fields.get("index_share_for_mtp_iteration")),
+            eos_token_ids=_token_ids(fields.get("eos_token_id")),
+            weight_dtype=weight_dtype,
+            fp8_weights=_fp8_weights(fields.get("quantization_config")),
+            compute_dtype=weight_dtype,
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _required(fields: Mapping[str, Any], name: str) -> Any:
+    if fields.get(name) is None:
+        raise ValueError(f"config.json lacks {name}")
+    return fields[name]
+
+
+def _agreed(fields: Mapping[str, Any], first: str, second: str, default: Any = None) -> Any:
+    values = [fields[name] for name in (first, second) if fields.get(name) is not None]
+    if len(values) == 2 and values[0] != values[1]:
+        raise ValueError(f"{first} {values[0]!r} and {second} {values[1]!r} disagree")
+    return values[0] if values else default
+
+
+def _check_schedule(name: str, kinds: tuple[str, ...], known: tuple[str, ...], config: Any) -> None:
+    if len(kinds) != config.num_hidden_layers:
+        raise ValueError(
+            f"{name} has {len(kinds)} entries for num_hidden_layers {config.num_hidden_layers}"
+        )
+    for layer, kind in enumerate(kinds):
+        if kind not in known:
+            raise ValueError(f"{name}[{layer}] must be one of {known}, got {kind!r}")
+
+
+def _check_supported(fields: Mapping[str, Any]) -> None:
+    model_type = fields.get("model_type")
+    if model_type == "glm5_next":
+        raise ValueError(
+            "model_type 'glm5_next' (GLM-5.3-Flash) is another architecture and is not supported; "
+            f"this is an engine for '{MODEL_TYPE}' (GLM-5, 5.1, 5.2 and 5.3)"
+        )
+    if model_type != MODEL_TYPE:
+        raise ValueError(f"model_type {model_type!r} is not supported; it must be '{MODEL_TYPE}'")
+    for name, allowed in _SUPPORTED.items():
+        value = fields.get(name)
+        if value is not None and value not in allowed:
+            only = f"only {allowed[0]!r}" if allowed else "no value"
+            raise ValueError(f"{name} {value!r} is not supported, {only} is")
+
+
+def _check_derived_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    derived = {
+        "qk_head_dim": (
+            sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"],
+            "qk_nope_head_dim + qk_rope_head_dim",
+        ),
+        "num_key_value_heads": (sizes["num_attention_heads"], "num_attention_heads"),
+    }
+    for name, (value, meaning) in derived.items():
+        given = fields.get(name)
+        if given is not None and given != value:
+            raise ValueError(f"{name} {given!r} must equal {meaning} = {value}")
+
+
+def _indexer_types(fields: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """The schedule from whichever of the three forms are given; all given forms must agree.
+
+    Layer i is full where max(i - offset + 1, 0) is a multiple of the frequency.
+    """
+    forms: dict[str, tuple[str, ...]] = {}
+    types = fields.get("indexer_types")
+    if types is not None:
+        forms["indexer_types"] = tuple(types)
+    pattern = fields.get("index_topk_pattern")
+    if pattern is not None:
+        letters = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
+        unknown = [letter for letter in pattern if letter not in letters]
+        if unknown:
+            raise ValueError(f"index_topk_pattern holds {unknown[0]!r}; it must be made of F and S")
+        forms["index_topk_pattern"] = tuple(letters[letter] for letter in pattern)
+    frequency = fields.get("index_topk_freq")
+    if frequency is not None:
+        offset = fields.get("index_skip_topk_offset")
+        offset = 2 if offset is None else offset
+        for name, value, least in (
+            ("index_topk_freq", frequency, 1),
+            ("index_skip_topk_offset", offset, 0),
+        ):
+            if not _is_int(value) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        forms["index_topk_freq / index_skip_topk_offset"] = tuple(
+            "full" if max(layer - offset + 1, 0) % frequency == 0 else "shared"
+            for layer in range(num_layers)
+        )
+    if not forms:
+        return ("full",) * num_layers
+    (first, schedule), *others = forms.items()
+    for name, other in others:
+        if other != schedule:
+            raise ValueError(f"{first} and {name} disagree about which layers have an indexer")
+    return schedule
+
+
+def _mlp_layer_types(fields: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    forms = []
+    if fields.get("mlp_layer_types") is not None:
+        forms.append(tuple(fields["mlp_layer_types"]))
+    dense = fields.get("first_k_dense_replace")
+    if dense is not None:
+        if not _is_int(dense) or dense < 0:
+            raise ValueError(f"first_k_dense_replace must be an integer >= 0, got {dense!r}")
+        dense = min(dense, num_layers)
+        forms.append(("dense",) * dense + ("sparse",) * (num_layers - dense))
+    if not forms:
+        raise ValueError("config.json lacks mlp_layer_types and first_k_dense_replace")
+    if forms[0] != forms[-1]:
+        raise ValueError("mlp_layer_types and first_k_dense_replace disagree")
+    return forms[0]
+
+
+def _rope_theta(fields: Mapping[str, Any]) -> float:
+    parameters = fields.get("rope_parameters") or {}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type != "default":
+        raise ValueError(
+            f"rope_parameters.rope_type {rope_type!r} is not supported, only 'default' is"
+        )
+    both = {"rope_parameters.rope_theta": parameters.get("rope_theta"), "rope_theta": None}
+    both["rope_theta"] = fields.get("rope_theta")
+    theta = _agreed(both, "rope_parameters.rope_theta", "rope_theta")
+    if theta is None:
+        raise ValueError("config.json lacks rope_parameters.rope_theta")
+    return theta
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for token in ids:
+        if not _is_int(token):
+            raise ValueError(f"eos_token_id must hold integers, got {token!r}")
+    return ids
+
+
+def _fp8_weights(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether matrices are block-FP8. The list of exceptions in the file is not used: it misspells
+    `indexer.weights_proj`, and which tensors are quantised is fixed by the architecture."""
+    if quantization is None:
+        return False
+    wanted = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
+    for name, value in wanted.items():
+        given = quantization.get(name, value if name == "fmt" else None)
+        if (list(given) if isinstance(given, tuple) else given) != value:
+            raise ValueError(
+                f"quantization_config.{name} {given!r} is not supported, only {value!r} is"
+            )
+    return True

@@ -1,0 +1,302 @@
+"""The trunk, run on groups of rows of several sequences against the paged store.
+
+Everything here runs inside one `shard_map`: arrays are one device's part, and the collectives are
+written out. Queries of all heads meet the rows on the device that owns them; a global top-k and a
+merge of partial attention make the result exact.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from glm53.config import GLMConfig
+from glm53.layer_plan import LayerIndex, layer_indices, plan_segments
+from glm53.model import GLMModel
+from glm53.rope import rope_angles
+from glm53.row_tiles import map_row_tiles
+from kvcache.geometry import KVGeometry
+from kvcache.store import MESH_AXIS, KVStore, append_index_keys, append_rows, locate_rows
+from pallas_kernels.index_scores import index_scores
+from pallas_kernels.select_topk import merge_topk, select_topk
+from pallas_kernels.sparse_attention import sparse_attention
+
+_SCORED_ROWS = 64  # rows of one sequence that share a read of its index keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The token rows of a step, in groups that belong to one sequence each.
+
+    Attributes:
+        positions: int32 [groups, rows], position of each row in its sequence's pages, ascending
+            within a group; -1 is padding, which reads and writes nothing.
+        block_tables: int32 [groups, context_pages], the first pages of each group's sequence.
+    """
+
+    positions: Int[Array, "groups rows"]
+    block_tables: Int[Array, "groups context_pages"]
+
+    @property
+    def flat_positions(self) -> Int[Array, " tokens"]:
+        """Positions of all rows."""
+        return self.positions.reshape(-1)
+
+    @property
+    def flat_tables(self) -> Int[Array, "tokens context_pages"]:
+        """The block table of each row."""
+        return jnp.repeat(self.block_tables, self.positions.shape[1], axis=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What a full layer selected, which the shared layers after it reuse.
+
+    Attributes:
+        positions: int32 [tokens, index_topk], ascending, then -1.
+        row_ids: int32 [tokens, index_topk], this device's physical rows in the same order, -1 where
+            another device owns the position.
+    """
+
+    positions: Int[Array, "tokens k"]
+    row_ids: Int[Array, "tokens k"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerTrace:
+    """What each trunk layer gave: hidden [layers, tokens, hidden], selected [layers, tokens, k]."""
+
+    hidden: Float[Array, "layers tokens hidden"]
+    selected: Int[Array, "layers tokens k"]
+
+
+class Forward:
+    """The model bound to its config, store geometry and the rows of one step.
+
+    Args:
+        model: parameters, this device's part.
+        config: the model's configuration.
+        geometry: the store's sizes.
+        rows: the rows to compute.
+        position_lag: RoPE position of a row is its position minus this; 1 for the MTP layer, whose
+            row from token p + 1 and the hidden state of p lies in slot p + 1. Positions below it
+            are never selected.
+    """
+
+    def __init__(
+        self,
+        model: GLMModel,
+        config: GLMConfig,
+        geometry: KVGeometry,
+        rows: Rows,
+        position_lag: int = 0,
+    ) -> None:
+        self.model, self.config, self.geometry, self.rows = model, config, geometry, rows
+        self.first_position = position_lag
+        self.device = lax.axis_index(MESH_AXIS)
+        self.positions = rows.flat_positions
+        tables = rows.flat_tables
+        page_index = jnp.maximum(self.positions, 0) // geometry.rows_per_page
+        self.tables = tables
+        self.pages = jnp.take_along_axis(tables, page_index[:, None], axis=1)[:, 0]
+        self.cos, self.sin = map_row_tiles(
+            lambda positions: rope_angles(positions, config.rope_theta, config.qk_rope_head_dim),
+            jnp.maximum(self.positions - position_lag, 0),
+        )
+
+    def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+        """Embeddings of tokens, each read on the device that holds it."""
+        table = self.model.embed_tokens.weight[...]
+        local = token_ids - self.device * table.shape[0]
+        held = (local >= 0) & (local < table.shape[0])
+        found = jnp.where(held[:, None], table[jnp.where(held, local, 0)], 0)
+        return lax.psum(found, MESH_AXIS)
+
+    def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
+        """Logits of normalised hidden states, in float32, on every device."""
+        head = self.model.lm_head.bind()
+        local = map_row_tiles(lambda rows: head(rows).astype(jnp.float32), hidden)
+        return lax.all_gather(local, MESH_AXIS, axis=1, tiled=True)
+
+    def no_selection(self) -> Selection:
+        """A selection of nothing, for a layer that makes its own."""
+        nothing = jnp.full((self.positions.shape[0], self.config.index_topk), -1, jnp.int32)
+        return Selection(nothing, nothing)
+
+    def trunk(
+        self, store: KVStore, token_ids: Int[Array, " tokens"], trace: bool = False
+    ) -> tuple[Float[Array, "tokens hidden"], KVStore, LayerTrace | None]:
+        """Runs all trunk layers and the final norm.
+
+        Args:
+            store: updated with the rows' cache entries.
+            token_ids: one token a row.
+            trace: also return what each layer gave.
+        """
+        state = (self.embed(token_ids), store, self.no_selection())
+        traces = []
+        layers = layer_indices(self.config)[: self.config.num_hidden_layers]
+        for segment in plan_segments(layers):
+
+            def run(state: tuple, repeat: jax.Array | int, pattern=segment.layers) -> tuple:
+                outputs = []
+                for index in pattern:
+                    state = self.layer(_advance(index, pattern, repeat), *state)
+                    if trace:
+                        outputs.append(LayerTrace(state[0], state[2].positions))
+                return state, jax.tree.map(lambda *x: jnp.stack(x), *outputs) if trace else None
+
+            if segment.repeats == 1:
+                state, traced = run(state, 0)
+            else:
+                state, traced = lax.scan(run, state, jnp.arange(segment.repeats))
+                traced = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), traced)
+            traces.append(traced)
+        hidden, store, _ = state
+        hidden = map_row_tiles(self.model.norm.bind(), hidden)
+        whole = jax.tree.map(lambda *x: jnp.concatenate(x), *traces) if trace else None
+        return hidden, store, whole
+
+    def layer(
+        self,
+        index: LayerIndex,
+        hidden: Float[Array, "tokens hidden"],
+        store: KVStore,
+        selection: Selection,
+    ) -> tuple[Float[Array, "tokens hidden"], KVStore, Selection]:
+        """One decoder layer: attention, then the dense MLP or the experts."""
+        query, store, selection = self._project(index, hidden, store, selection)
+        attended = self._attend(index, query, store, selection)
+        norm = self.model.layers.post_attention_layernorm.bind(index.layer)
+
+        def add(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
+            hidden = hidden + attended
+            return hidden, norm(hidden)
+
+        hidden, normed = map_row_tiles(add, hidden, attended)
+        mixed = self._experts(index, normed) if index.sparse else self._dense(index, normed)
+        return map_row_tiles(jnp.add, hidden, mixed), store, selection
+
+    def _project(
+        self, index: LayerIndex, hidden: jax.Array, store: KVStore, selection: Selection
+    ) -> tuple[jax.Array, KVStore, Selection]:
+        """Writes the rows' cache entries and, in a full layer, selects; gives local queries."""
+        layers, geometry = self.model.layers, self.geometry
+        norm = layers.input_layernorm.bind(index.layer)
+        project = layers.self_attn.projector(index.layer)
+        project_index = layers.indexer.projector(index.index_layer) if index.full else None
+
+        def run(hidden: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
+            rows = norm(hidden)
+            query_latent, query, latent, key = project(rows, cos, sin)
+            stored = geometry.row_format.pack(latent, key)
+            if project_index is None:
+                return query, stored, None
+            index_query, weights, index_key = project_index(rows, query_latent, cos, sin)
+            empty = jnp.zeros((*index_key.shape[:-1], 0), index_key.dtype)
+            return (
+                query,
+                stored,
+                (index_query, weights, geometry.index_row_format.pack(index_key, empty)),
+            )
+
+        query, stored, indexed = map_row_tiles(run, hidden, self.cos, self.sin)
+        where = (self.pages, self.positions, self.device)
+        store = append_rows(store, geometry, index.layer, stored, *where)
+        if indexed is not None:
+            index_query, weights, keys = indexed
+            store = append_index_keys(store, geometry, index.index_layer, keys, *where)
+            selection = self._select(index, index_query, weights, store)
+        return query, store, selection
+
+    def _select(
+        self, index: LayerIndex, query: jax.Array, weights: jax.Array, store: KVStore
+    ) -> Selection:
+        """The exact global top-k: each device's best, then the best of all devices'."""
+        geometry = self.geometry
+        num_groups, num_rows = self.rows.positions.shape
+        num_local = self.rows.block_tables.shape[1] * geometry.rows_per_device
+        context = jnp.arange(num_local) * geometry.num_devices + self.device
+        together = min(num_rows, _SCORED_ROWS)
+        chunks = -(-num_rows // together)
+
+        def split(array: jax.Array, padding: int) -> jax.Array:
+            """[tokens, ...] to [groups * chunks, together, ...]."""
+            array = array.reshape(num_groups, num_rows, *array.shape[1:])
+            widths = [(0, 0), (0, chunks * together - num_rows)] + [(0, 0)] * (array.ndim - 2)
+            array = jnp.pad(array, widths, constant_values=padding)
+            return array.reshape(-1, together, *array.shape[2:])
+
+        def join(array: jax.Array) -> jax.Array:
+            """The inverse of `split`."""
+            array = array.reshape(num_groups, -1, *array.shape[2:])[:, :num_rows]
+            return array.reshape(-1, *array.shape[2:])
+
+        def select(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            query, weights, positions, pages = chunk
+            num_keys = jnp.max(positions) // geometry.num_devices + 1
+            scores = index_scores(
+                query,
+                weights,
+                store.index_keys,
+                index.index_layer,
+                jnp.maximum(pages, 0),
+                num_keys,
+                geometry.index_row_format,
+            )
+            return select_topk(
+                scores, context, self.first_position, positions, self.config.index_topk
+            )
+
+        tables = jnp.repeat(self.rows.block_tables, chunks, axis=0)
+        chunked = (split(query, 0), split(weights, 0), split(self.positions, -1), tables)
+        scores, positions = (join(found) for found in lax.map(select, chunked))
+        best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
+        return Selection(best, locate_rows(store, geometry, self.tables, best, self.device))
+
+    def _attend(
+        self, index: LayerIndex, query: jax.Array, store: KVStore, selection: Selection
+    ) -> jax.Array:
+        """Attention of all heads to this device's rows, merged over devices for local heads."""
+        scale = self.config.qk_head_dim**-0.5
+        query = lax.all_gather(query, MESH_AXIS, axis=1, tiled=True)  # [tokens, heads, values]
+        mixed, lse = sparse_attention(
+            query, store.slab, index.layer, selection.row_ids, scale, self.geometry.row_format
+        )
+        shards = self.geometry.num_devices
+
+        def exchange(array: jax.Array) -> jax.Array:
+            by_owner = array.reshape(array.shape[0], shards, -1, *array.shape[2:])
+            return lax.all_to_all(by_owner, MESH_AXIS, split_axis=1, concat_axis=1, tiled=True)
+
+        finish = self.model.layers.self_attn.output(index.layer)
+        return lax.psum(map_row_tiles(finish, exchange(mixed), exchange(lse)), MESH_AXIS)
+
+    def _dense(self, index: LayerIndex, rows: jax.Array) -> jax.Array:
+        mlp = self.model.layers.dense_mlp.bind(index.mlp_layer)
+        return lax.psum(map_row_tiles(mlp, rows), MESH_AXIS)
+
+    def _experts(self, index: LayerIndex, rows: jax.Array) -> jax.Array:
+        moe = self.model.layers.moe
+        route, shared = moe.gate.bind(index.mlp_layer), moe.shared_experts.bind(index.mlp_layer)
+        experts, weights, mixed = map_row_tiles(lambda rows: (*route(rows), shared(rows)), rows)
+        experts = jnp.where(self.positions[:, None] >= 0, experts, moe.num_experts)
+        routed = moe.run_experts(index.mlp_layer, rows, experts, weights)
+        return lax.psum(map_row_tiles(jnp.add, routed, mixed), MESH_AXIS)
+
+
+def _advance(
+    index: LayerIndex, pattern: tuple[LayerIndex, ...], repeat: jax.Array | int
+) -> LayerIndex:
+    """The layer that takes this one's place in a later repeat of its pattern."""
+    return dataclasses.replace(
+        index,
+        layer=index.layer + repeat * len(pattern),
+        index_layer=index.index_layer + repeat * sum(x.full for x in pattern),
+        mlp_layer=index.mlp_layer + repeat * sum(x.sparse == index.sparse for x in pattern),
+    )

@@ -1,0 +1,107 @@
+"""The parameter tree of the model.
+
+Parameters are stacked by kind (attention over all layers, indexers over the full ones, and so on)
+and carry the logical axes from which their sharding follows. The modules hold no state besides:
+`nnx.split` once, then pass the parameters to jitted steps.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from glm53.attention import Attention
+from glm53.config import GLMConfig
+from glm53.indexer import Indexer
+from glm53.linear import Linear, RMSNorm
+from glm53.mlp import GatedMLP, MixtureOfExperts
+
+
+class Embedding(nnx.Module):
+    """Token embeddings, sharded over the vocabulary."""
+
+    def __init__(self, config: GLMConfig) -> None:
+        self.weight = nnx.Param(
+            jnp.zeros((config.vocab_size, config.hidden_size), config.compute_dtype),
+            logical_axes=("vocab", "hidden"),
+        )
+
+
+class DecoderLayers(nnx.Module):
+    """All decoder layers, the MTP layer's among them as the last of its kinds."""
+
+    def __init__(self, config: GLMConfig) -> None:
+        stack, eps = (config.num_layers,), config.rms_norm_eps
+        self.input_layernorm = RMSNorm(config, stack, config.hidden_size, eps)
+        self.post_attention_layernorm = RMSNorm(config, stack, config.hidden_size, eps)
+        self.self_attn = Attention(config)
+        self.indexer = Indexer(config)
+        self.dense_mlp = GatedMLP(
+            config, (config.num_dense_layers,), config.intermediate_size, "intermediate"
+        )
+        self.moe = MixtureOfExperts(config)
+
+
+class MTPHead(nnx.Module):
+    """What the MTP layer has besides a decoder layer."""
+
+    def __init__(self, config: GLMConfig) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(config, (), hidden, eps)
+        self.hnorm = RMSNorm(config, (), hidden, eps)
+        self.eh_proj = Linear(
+            config, (), (hidden, 2 * hidden), ("hidden", "hidden"), quantizable=False
+        )
+        self.shared_head_norm = RMSNorm(config, (), hidden, eps)
+
+
+class GLMModel(nnx.Module):
+    """The whole model; `forward` and `mtp` say how its parts are run."""
+
+    def __init__(self, config: GLMConfig) -> None:
+        self.embed_tokens = Embedding(config)
+        self.layers = DecoderLayers(config)
+        self.norm = RMSNorm(config, (), config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(
+            config,
+            (),
+            (config.vocab_size, config.hidden_size),
+            ("vocab", "hidden"),
+            quantizable=False,
+        )
+        self.mtp = MTPHead(config) if config.num_nextn_predict_layers else None
+
+
+def abstract_model(config: GLMConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and the shapes and dtypes of its parameters, without memory."""
+    return nnx.split(nnx.eval_shape(lambda: GLMModel(config)))
+
+
+def random_parameters(config: GLMConfig, shardings: nnx.State, seed: int = 0) -> nnx.State:
+    """Random parameters of a sensible size, for tests and measurements.
+
+    Norm weights are near 1, matrices have variance 1 / inputs, FP8 scales undo the width of e4m3.
+    """
+    _, abstract = abstract_model(config)
+    leaves, structure = jax.tree.flatten_with_path(abstract)
+
+    def draw() -> nnx.State:
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        drawn = [
+            _draw(key, jax.tree_util.keystr(path), leaf)
+            for key, (path, leaf) in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, drawn)
+
+    return jax.jit(draw, out_shardings=shardings)()
+
+
+def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    noise = jax.random.normal(key, leaf.shape, jnp.float32)
+    if "scale" in path:
+        return jnp.abs(noise) * 1e-3 + 1e-4
+    if "norm" in path and "weight" in path:
+        return (1 + 0.1 * noise).astype(leaf.dtype)
+    if "bias" in path:
+        return (0.1 * noise).astype(leaf.dtype)
+    gain = 64.0 if leaf.dtype == jnp.float8_e4m3fn else leaf.shape[-1] ** -0.5
+    return (noise * gain).astype(leaf.dtype)

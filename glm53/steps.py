@@ -1,0 +1,245 @@
+"""The jitted steps: prefill, decode and draft.
+
+Each is one `shard_map` over the mesh with its collectives inside and jit with donation outside.
+Shapes come from buckets: the number of groups and rows of a step, and `context_pages`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from glm53.config import GLMConfig
+from glm53.forward import Forward, LayerTrace, Rows, Selection
+from glm53.model import GLMModel
+from glm53.mtp import MTPLayer
+from glm53.sharding import check_mesh, parameter_specs
+from kvcache.geometry import KVGeometry
+from kvcache.sequence_state import SequenceState
+from kvcache.store import KVStore
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """Tokens to append to sequences, each group to one of them.
+
+    Attributes:
+        slots: int32 [groups], sequence slot, -1 for padding.
+        num_rows: int32 [groups], how many of the group's tokens count.
+        token_ids: int32 [groups, rows].
+    """
+
+    slots: Int[Array, " groups"]
+    num_rows: Int[Array, " groups"]
+    token_ids: Int[Array, "groups rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What a step gives back to the host.
+
+    Attributes:
+        next_token: int32 [groups], the greedy choice after each group's last row.
+        logits: float32 [groups, vocab] of that row, or of all rows [groups, rows, vocab].
+        trace: what each trunk layer gave, if asked for.
+    """
+
+    next_token: Int[Array, " groups"]
+    logits: Float[Array, "groups *rows vocab"]
+    trace: LayerTrace | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftOutput:
+    """Drafted tokens of each sequence.
+
+    Attributes:
+        token_ids: int32 [groups, drafts], greedy.
+        logits: float32 [groups, drafts, vocab].
+        selected: int32 [groups, k], slots that the first draft row selected, ascending, then -1.
+    """
+
+    token_ids: Int[Array, "groups drafts"]
+    logits: Float[Array, "groups drafts vocab"]
+    selected: Int[Array, "groups k"]
+
+
+class Steps:
+    """The compiled steps of one model on one mesh.
+
+    `prefill(params, store, sequences, batch, context_pages=, all_logits=, trace=)`,
+    `decode(params, store, sequences, slots, context_pages=)` and
+    `draft(params, store, sequences, slots, context_pages=, num_drafts=)` return their output, the
+    store and the sequences; store and sequences are donated.
+
+    `context_pages` bounds the pages of every sequence in the step, the tokens it appends included.
+
+    Raises:
+        ValueError: the mesh does not divide a sharded axis, or is not the geometry's.
+    """
+
+    def __init__(
+        self,
+        config: GLMConfig,
+        geometry: KVGeometry,
+        mesh: Mesh,
+        graph: nnx.GraphDef,
+        params: nnx.State,
+    ) -> None:
+        check_mesh(config, mesh)
+        if mesh.size != geometry.num_devices:
+            raise ValueError(
+                f"num_devices {geometry.num_devices} of the KV geometry differs from the mesh's "
+                f"{mesh.size} devices"
+            )
+        self.config, self.geometry, self.mesh = config, geometry, mesh
+        self.graph, self.param_specs = graph, parameter_specs(params)
+        self.with_mtp = geometry.num_layers == config.num_layers > config.num_hidden_layers
+
+        def jit(step: Callable, *static: str) -> Callable:
+            return jax.jit(
+                partial(self._sharded, step), static_argnames=static, donate_argnums=(1, 2)
+            )
+
+        self.prefill = jit(self._prefill, "context_pages", "all_logits", "trace")
+        self.decode = jit(self._decode, "context_pages")
+        self.draft = jit(self._draft, "context_pages", "num_drafts")
+
+    def _sharded(
+        self,
+        step: Callable,
+        params: nnx.State,
+        store: KVStore,
+        sequences: SequenceState,
+        batch: PrefillBatch | Int[Array, " groups"],
+        **static: object,
+    ) -> tuple[StepOutput | DraftOutput, KVStore, SequenceState]:
+        def local(params, store, sequences, batch):
+            return step(nnx.merge(self.graph, params), store, sequences, batch, **static)
+
+        everywhere = PartitionSpec()
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, KVStore.specs(), everywhere, everywhere),
+            out_specs=(everywhere, KVStore.specs(), everywhere),
+            check_vma=False,
+        )(params, store, sequences, batch)
+
+    def _prefill(
+        self,
+        model: GLMModel,
+        store: KVStore,
+        sequences: SequenceState,
+        batch: PrefillBatch,
+        *,
+        context_pages: int,
+        all_logits: bool = False,
+        trace: bool = False,
+    ) -> tuple[StepOutput, KVStore, SequenceState]:
+        """Appends tokens to sequences and chooses the token after each group's last."""
+        rows, slots = self._rows(
+            sequences, batch.slots, batch.num_rows, batch.token_ids, context_pages
+        )
+        forward = Forward(model, self.config, self.geometry, rows)
+        flat, store, traced = forward.trunk(store, batch.token_ids.reshape(-1), trace)
+        hidden = flat.reshape(*batch.token_ids.shape, -1)
+        if self.with_mtp:
+            before = jnp.concatenate(
+                [sequences.last_hidden[slots][:, None], hidden[:, :-1]], axis=1
+            )
+            mtp_rows = dataclasses.replace(
+                rows, positions=jnp.where(rows.positions > 0, rows.positions, -1)
+            )
+            mtp = MTPLayer(model, self.config, self.geometry, mtp_rows)
+            _, store, _ = mtp.run(store, batch.token_ids.reshape(-1), before.reshape(flat.shape))
+        last = jnp.maximum(batch.num_rows - 1, 0)[:, None, None]
+        last_hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+        if all_logits:
+            logits = forward.logits(flat).reshape(*batch.token_ids.shape, -1)
+            last_logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
+        else:
+            logits = last_logits = forward.logits(last_hidden)
+        next_token = jnp.argmax(last_logits, axis=-1).astype(jnp.int32)
+        target = jnp.where(batch.slots >= 0, batch.slots, sequences.length.shape[0])
+        sequences = dataclasses.replace(
+            sequences,
+            length=sequences.length.at[target].add(batch.num_rows, mode="drop"),
+            last_token=sequences.last_token.at[target].set(next_token, mode="drop"),
+            last_hidden=sequences.last_hidden.at[target].set(last_hidden, mode="drop"),
+        )
+        return StepOutput(next_token, logits, traced), store, sequences
+
+    def _decode(
+        self,
+        model: GLMModel,
+        store: KVStore,
+        sequences: SequenceState,
+        slots: Int[Array, " groups"],
+        *,
+        context_pages: int,
+    ) -> tuple[StepOutput, KVStore, SequenceState]:
+        """Appends each sequence's last chosen token and chooses the next."""
+        token_ids = sequences.last_token[jnp.maximum(slots, 0)][:, None]
+        batch = PrefillBatch(slots, (slots >= 0).astype(jnp.int32), token_ids)
+        return self._prefill(model, store, sequences, batch, context_pages=context_pages)
+
+    def _draft(
+        self,
+        model: GLMModel,
+        store: KVStore,
+        sequences: SequenceState,
+        slots: Int[Array, " groups"],
+        *,
+        context_pages: int,
+        num_drafts: int,
+    ) -> tuple[DraftOutput, KVStore, SequenceState]:
+        """Drafts the tokens after each sequence's last chosen one, greedily.
+
+        The rows that drafts write beyond the sequence's length are overwritten when its tokens are
+        known. With `index_share_for_mtp_iteration` the first row's selection serves all drafts.
+        """
+        token_ids = sequences.last_token[jnp.maximum(slots, 0)]
+        hidden = sequences.last_hidden[jnp.maximum(slots, 0)]
+        shared: Selection | None = None
+        first: Selection | None = None
+        tokens, logits = [], []
+        for step in range(num_drafts):
+            ones = jnp.ones_like(slots)[:, None]
+            rows, _ = self._rows(sequences, slots, ones[:, 0], ones, context_pages, ahead=step)
+            mtp = MTPLayer(model, self.config, self.geometry, rows)
+            hidden, store, selection = mtp.run(store, token_ids, hidden, shared)
+            first = selection if first is None else first
+            if self.config.index_share_for_mtp_iteration:
+                shared = first
+            logits.append(mtp.forward.logits(hidden))
+            token_ids = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
+            tokens.append(token_ids)
+        assert first is not None
+        output = DraftOutput(jnp.stack(tokens, 1), jnp.stack(logits, 1), first.positions)
+        return output, store, sequences
+
+    def _rows(
+        self,
+        sequences: SequenceState,
+        slots: Int[Array, " groups"],
+        num_rows: Int[Array, " groups"],
+        token_ids: Int[Array, "groups rows"],
+        context_pages: int,
+        ahead: int = 0,
+    ) -> tuple[Rows, Int[Array, " groups"]]:
+        """Rows that follow each sequence's computed tokens, `ahead` further; and slots to read."""
+        readable = jnp.maximum(slots, 0)
+        offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+        positions = sequences.length[readable][:, None] + ahead + offsets
+        counted = (offsets < num_rows[:, None]) & (slots >= 0)[:, None]
+        tables = sequences.block_table[readable, :context_pages]
+        return Rows(jnp.where(counted, positions, -1), tables), readable

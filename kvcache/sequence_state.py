@@ -1,0 +1,63 @@
+"""What a step must know of each running sequence, kept on the device.
+
+A step can be launched before the last one's tokens are known, because it reads them here.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from kvcache.geometry import KVGeometry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequenceState:
+    """State by sequence slot, replicated on every device and donated beside the store.
+
+    Attributes:
+        block_table: int32 [slots, max_pages], page ids in order, -1 beyond the last.
+        length: int32 [slots], tokens computed so far.
+        last_token: int32 [slots], the token that follows them, once a step has chosen it.
+        last_hidden: [slots, hidden], the normalised trunk hidden state of the last computed token,
+            from which the MTP layer continues.
+    """
+
+    block_table: Int[Array, "slots max_pages"]
+    length: Int[Array, " slots"]
+    last_token: Int[Array, " slots"]
+    last_hidden: Float[Array, "slots hidden"]
+
+    @classmethod
+    def create(
+        cls, geometry: KVGeometry, hidden_size: int, dtype: jax.typing.DTypeLike, mesh: Mesh
+    ) -> "SequenceState":
+        """State with every slot empty."""
+        slots = geometry.max_sequences
+
+        def build() -> SequenceState:
+            return cls(
+                jnp.full((slots, geometry.max_pages_per_sequence), -1, jnp.int32),
+                jnp.zeros((slots,), jnp.int32),
+                jnp.zeros((slots,), jnp.int32),
+                jnp.zeros((slots, hidden_size), dtype),
+            )
+
+        return jax.jit(build, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+
+
+def assign_slot(
+    sequences: SequenceState,
+    slot: Int[Array, ""],
+    block_table: Int[Array, " max_pages"],
+    length: Int[Array, ""],
+) -> SequenceState:
+    """Gives a slot to a new sequence whose first `length` tokens are already computed."""
+    return dataclasses.replace(
+        sequences,
+        block_table=sequences.block_table.at[slot].set(block_table),
+        length=sequences.length.at[slot].set(length),
+    )

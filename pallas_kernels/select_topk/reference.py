@@ -1,0 +1,65 @@
+"""Selection in plain jax.numpy: higher score first, then lower position.
+
+-0.0 and 0.0 are equal scores, which `lax.top_k` would rank apart.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+_LAST = jnp.iinfo(jnp.int32).max
+
+
+def select_topk(
+    scores: Float[Array, "rows context"],
+    positions: Int[Array, " context"],
+    first: int,
+    last: Int[Array, " rows"],
+    k: int,
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """The `k` best of the positions from `first` to `last`, both included.
+
+    Args:
+        scores: score of each candidate.
+        positions: position of each candidate, ascending.
+        first: lowest position that may be selected.
+        last: highest position that may be selected, by row.
+        k: how many.
+
+    Returns:
+        Scores in descending order, then -inf; their positions, then -1.
+    """
+    allowed = (positions >= first) & (positions <= last[:, None])
+    scores = jnp.where(scores == 0, 0.0, scores)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    best, index = lax.top_k(scores, min(k, scores.shape[1]))
+    chosen = jnp.where(best > -jnp.inf, positions[index], -1)
+    missing = [(0, 0), (0, k - best.shape[1])]
+    return (
+        jnp.pad(best, missing, constant_values=-jnp.inf),
+        jnp.pad(chosen, missing, constant_values=-1),
+    )
+
+
+def merge_topk(
+    scores: Float[Array, "shards rows k"], positions: Int[Array, "shards rows k"]
+) -> Int[Array, "rows k"]:
+    """The best k of the selections of several shards of a context.
+
+    Args:
+        scores: each shard's best scores, -inf where it has fewer.
+        positions: their positions, -1 where it has fewer; disjoint between shards.
+
+    Returns:
+        Selected positions in ascending order, then -1.
+    """
+    num_shards, num_rows, k = scores.shape
+    if num_shards == 1:
+        best = positions[0]
+    else:
+        candidates = positions.transpose(1, 0, 2).reshape(num_rows, -1)
+        ranked = scores.transpose(1, 0, 2).reshape(num_rows, -1)
+        _, best = lax.sort((-ranked, jnp.where(candidates < 0, _LAST, candidates)), num_keys=2)
+        best = best[:, :k]
+    ordered = jnp.sort(jnp.where(best < 0, _LAST, best), axis=-1)
+    return jnp.where(ordered == _LAST, -1, ordered)

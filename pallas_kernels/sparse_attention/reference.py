@@ -1,0 +1,68 @@
+"""Absorbed MLA attention over selected rows in plain jax.numpy, one query row at a time."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.row_format import RowFormat
+
+
+def sparse_attention(
+    query: Float[Array, "rows heads values"],
+    slab: Shaped[Array, "layers pages rows_per_page width"],
+    layer: int | Int[Array, ""],
+    row_ids: Int[Array, "rows k"],
+    scale: float,
+    row_format: RowFormat,
+) -> tuple[Float[Array, "rows heads latent"], Float[Array, "rows heads"]]:
+    """Attends to the rows of one layer that `row_ids` names, in the order given.
+
+    Args:
+        query: absorbed queries: latent part, then rotated part.
+        slab: stored rows.
+        layer: which layer's rows.
+        row_ids: rows within the layer, counted over its pages; -1 selects nothing.
+        scale: factor of the scores.
+        row_format: format of a stored row.
+
+    Returns:
+        The weighted mean of the latents and the log-sum-exp of the scores, both float32. An empty
+        selection gives 0 and -inf.
+    """
+    rows_per_layer = slab.shape[1] * slab.shape[2]
+    rows = slab.reshape(-1, slab.shape[3])
+
+    def attend(row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        row_query, ids = row  # [heads, values], [k]
+        valid = (ids >= 0)[:, None]
+        stored = rows[layer * rows_per_layer + jnp.maximum(ids, 0)]
+        values = jnp.where(valid, row_format.unpack(stored), 0.0)  # [k, values]
+        scores = jnp.matmul(values, row_query.T, precision=lax.Precision.HIGHEST) * scale
+        scores = jnp.where(valid, scores, -jnp.inf)  # [k, heads]
+        highest = jnp.max(scores, axis=0)
+        weights = jnp.exp(scores - jnp.where(highest > -jnp.inf, highest, 0.0))
+        total = jnp.sum(weights, axis=0)
+        latent = values[:, : row_format.latent_dim]
+        mixed = jnp.matmul(weights.T, latent, precision=lax.Precision.HIGHEST)  # [heads, latent]
+        nonzero = jnp.where(total > 0, total, 1.0)
+        return mixed / nonzero[:, None], jnp.where(total > 0, highest + jnp.log(nonzero), -jnp.inf)
+
+    return lax.map(attend, (query.astype(jnp.float32), row_ids))
+
+
+def merge_attention(
+    outputs: Float[Array, "rows shards heads latent"], lse: Float[Array, "rows shards heads"]
+) -> Float[Array, "rows heads latent"]:
+    """Combines attention over disjoint shards of a selection, in the order of the shards.
+
+    Shards with log-sum-exp -inf count for nothing; if all have it, the result is 0.
+    """
+    highest = jnp.max(lse, axis=1, keepdims=True)
+    weights = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0.0))
+    merged = weights[:, 0, :, None] * outputs[:, 0]
+    total = weights[:, 0]
+    for shard in range(1, lse.shape[1]):
+        merged += weights[:, shard, :, None] * outputs[:, shard]
+        total += weights[:, shard]
+    return merged / jnp.where(total > 0, total, 1.0)[..., None]

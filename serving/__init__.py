@@ -1,0 +1,1 @@
+"""Generation: requests in, tokens out, and the entry points."""

@@ -1,0 +1,170 @@
+"""Small models and stores for tests, with every size of a step under the test's control."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from glm53.checkpoint import load_hugging_face
+from glm53.config import GLMConfig
+from glm53.kv_geometry import kv_geometry
+from glm53.model import abstract_model, random_parameters
+from glm53.presets import preset
+from glm53.sharding import make_mesh, parameter_shardings
+from glm53.steps import DraftOutput, PrefillBatch, StepOutput, Steps
+from kvcache import KVStore, PagePool, SequenceState
+from kvcache.sequence_state import assign_slot
+from kvcache.store import map_pages
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+
+
+@functools.cache
+def golden_config(kit: str) -> GLMConfig:
+    return GLMConfig.from_pretrained(GOLDEN / kit).replace(compute_dtype="float32")
+
+
+@functools.cache
+def golden_params(kit: str, num_devices: int) -> nnx.State:
+    return load_hugging_face(GOLDEN / kit, golden_config(kit), make_mesh(num_devices))
+
+
+@functools.cache
+def golden_arrays(kit: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / kit / "golden.npz") as arrays:
+        return dict(arrays)
+
+
+@functools.cache
+def preset_params(config: GLMConfig, num_devices: int) -> nnx.State:
+    _, abstract = abstract_model(config)
+    return random_parameters(config, parameter_shardings(abstract, make_mesh(num_devices)))
+
+
+@functools.cache
+def _steps(config: GLMConfig, num_devices: int, **sizes) -> Steps:
+    graph, abstract = abstract_model(config)
+    geometry = kv_geometry(config, num_devices=num_devices, **sizes)
+    return Steps(config, geometry, make_mesh(num_devices), graph, abstract)
+
+
+class Session:
+    """A store and its sequences, driven step by step."""
+
+    def __init__(
+        self,
+        config: GLMConfig,
+        params: nnx.State,
+        *,
+        num_devices: int = 1,
+        row_kind: str = "float32",
+        rows_per_device: int = 8,
+        max_model_len: int = 512,
+        max_sequences: int = 4,
+        with_mtp: bool = False,
+    ) -> None:
+        pages = max_sequences * max_model_len // (rows_per_device * num_devices)
+        self.steps = _steps(
+            config,
+            num_devices,
+            row_kind=row_kind,
+            device_pages=pages,
+            max_model_len=max_model_len,
+            max_sequences=max_sequences,
+            rows_per_device=rows_per_device,
+            with_mtp=with_mtp,
+        )
+        self.config, self.params, self.geometry = config, params, self.steps.geometry
+        self.store = KVStore.create(self.geometry, self.steps.mesh)
+        self.sequences = SequenceState.create(
+            self.geometry, config.hidden_size, config.compute_dtype, self.steps.mesh
+        )
+        self.pool = PagePool(self.geometry)
+        # A few pages taken first, so that no page of a sequence has the number of its position.
+        self.pool.allocate(3)
+
+    def open(self, slot: int, num_tokens: int) -> None:
+        """Gives a sequence its pages, in an order that is not ascending."""
+        pages = self.pool.allocate(self.geometry.pages_for(num_tokens))[::-1]
+        table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
+        places = table.copy()
+        table[: len(pages)] = pages
+        places[: len(pages)] = [self.pool.device_page(page) for page in pages]
+        self.store = map_pages(self.store, jnp.asarray(table), jnp.asarray(places))
+        self.sequences = assign_slot(
+            self.sequences, jnp.int32(slot), jnp.asarray(table), jnp.int32(0)
+        )
+
+    def append(
+        self,
+        tokens: dict[int, np.ndarray],
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        context_pages: int | None = None,
+        trace: bool = False,
+    ) -> StepOutput:
+        """One prefill step for several slots, with the logits of all rows."""
+        rows = rows or max(len(ids) for ids in tokens.values())
+        groups = groups or len(tokens)
+        slots = np.full(groups, -1, np.int32)
+        counts = np.zeros(groups, np.int32)
+        token_ids = np.zeros((groups, rows), np.int32)
+        for group, (slot, ids) in enumerate(tokens.items()):
+            slots[group], counts[group] = slot, len(ids)
+            token_ids[group, : len(ids)] = ids
+        batch = PrefillBatch(jnp.asarray(slots), jnp.asarray(counts), jnp.asarray(token_ids))
+        output, self.store, self.sequences = self.steps.prefill(
+            self.params,
+            self.store,
+            self.sequences,
+            batch,
+            context_pages=context_pages or self.geometry.max_pages_per_sequence,
+            all_logits=True,
+            trace=trace,
+        )
+        return output
+
+    def decode(self, *slots: int, context_pages: int | None = None) -> StepOutput:
+        """One decode step; -1 is padding."""
+        output, self.store, self.sequences = self.steps.decode(
+            self.params,
+            self.store,
+            self.sequences,
+            jnp.asarray(slots, jnp.int32),
+            context_pages=context_pages or self.geometry.max_pages_per_sequence,
+        )
+        return output
+
+    def draft(self, *slots: int, num_drafts: int) -> DraftOutput:
+        output, self.store, self.sequences = self.steps.draft(
+            self.params,
+            self.store,
+            self.sequences,
+            jnp.asarray(slots, jnp.int32),
+            context_pages=self.geometry.max_pages_per_sequence,
+            num_drafts=num_drafts,
+        )
+        return output
+
+    def set_last_token(self, slot: int, token: int) -> None:
+        """Overrides the token that the next decode step appends."""
+        last_token = self.sequences.last_token.at[slot].set(token)
+        self.sequences = dataclasses.replace(self.sequences, last_token=last_token)
+
+
+def small_session(num_devices: int = 1, preset_name: str = "test-small", **options) -> Session:
+    config = preset(preset_name).replace(compute_dtype="float32")
+    return Session(config, preset_params(config, num_devices), num_devices=num_devices, **options)
+
+
+def random_tokens(config: GLMConfig, count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, config.vocab_size, count)
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    return np.asarray(array)

@@ -1,0 +1,241 @@
+"""Guards what holds the project together: locks, import directions and the setup script."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("glm53", "kvcache", "pallas_kernels", "serving")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+LOCKS = {
+    "dev.lock": PROJECT["dependencies"] + EXTRAS["test"] + EXTRAS["dev"],
+    "gpu.lock": PROJECT["dependencies"] + EXTRAS["gpu"],
+}
+BASH = shutil.which("bash") or "bash"
+
+
+def read_pins(lock: str) -> dict[str, str]:
+    """Returns the version of each locked package, having checked that each has hashes."""
+    pins = {}
+    entries = (ROOT / "requirements" / lock).read_text().replace("\\\n", " ").splitlines()
+    for entry in entries:
+        pin = re.fullmatch(
+            r"([a-z0-9-]+)==(\S+)( ; [^#]+?)?(\s+--hash=sha256:[0-9a-f]{64})+\s*", entry
+        )
+        assert pin, f"{lock}: not a pin with hashes: {entry[:80]}"
+        pins[pin[1]] = pin[2]
+    return pins
+
+
+def with_extras(requirement: Requirement) -> Iterator[Requirement]:
+    """Yields the requirement and, one level deep, those that its extras bring."""
+    yield requirement
+    for extra in requirement.extras:
+        for text in importlib.metadata.requires(requirement.name) or []:
+            brought = Requirement(text)
+            marker = brought.marker
+            if marker and marker.evaluate({"extra": extra}) > marker.evaluate({"extra": ""}):
+                yield brought
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_holds_every_dependency(lock: str) -> None:
+    """A dependency added to pyproject.toml without `make lock`, or a pin that does not fit it."""
+    pins = read_pins(lock)
+    for text in LOCKS[lock]:
+        for requirement in with_extras(Requirement(text)):
+            name = canonicalize_name(requirement.name)
+            assert name in pins, f"{lock} lacks {name}; run make lock"
+            assert requirement.specifier.contains(pins[name], prereleases=True), requirement
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_names_no_host(lock: str) -> None:
+    """A lock that is tied to one registry or to one machine's mirror."""
+    text = (ROOT / "requirements" / lock).read_text()
+    assert not re.search(r"://|--(extra-)?index-url|--find-links", text)
+
+
+def test_locks_agree() -> None:
+    """A GPU that runs other versions than the tests ran."""
+    dev, gpu = read_pins("dev.lock"), read_pins("gpu.lock")
+    shared = dev.keys() & gpu.keys()
+    assert {name: dev[name] for name in shared} == {name: gpu[name] for name in shared}
+
+
+def modules(package: str) -> list[Path]:
+    """Returns the files of a package, which must have some."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"no modules in {package}"
+    return files
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yields the dotted name of all that is imported absolutely anywhere in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_lazy(node: ast.stmt) -> bool:
+    """Tells whether a statement is `__getattr__` or an `if TYPE_CHECKING:` block."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
+    return isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+
+
+@pytest.mark.parametrize(
+    ("package", "above"),
+    [
+        ("pallas_kernels", {"kvcache", "glm53", "serving"}),
+        ("kvcache", {"glm53", "serving"}),
+        ("glm53", {"serving"}),
+    ],
+)
+def test_imports_point_downwards(package: str, above: set[str]) -> None:
+    """A lower package that comes to depend on one above it."""
+    for file in modules(package):
+        tree = ast.parse(file.read_text())
+        if file == ROOT / "glm53" / "__init__.py":
+            # Its lazy attributes come from serving, and a type checker must see them.
+            tree.body = [node for node in tree.body if not is_lazy(node)]
+        wrong = [name for name in imported(tree) if name.split(".")[0] in above]
+        assert not wrong, f"{file.relative_to(ROOT)} imports {wrong}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_private_jax(package: str) -> None:
+    """A use of jax's private modules, which may change in any release."""
+    for file in modules(package):
+        tree = ast.parse(file.read_text())
+        wrong = [name for name in imported(tree) if name.startswith("jax._src")]
+        wrong += [
+            ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr == "_src"
+        ]
+        assert not wrong, f"{file.relative_to(ROOT)} uses {wrong}"
+
+
+def write_script(path: Path, body: str) -> None:
+    """Writes an executable bash script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{BASH}\n{body}\n")
+    path.chmod(0o755)
+
+
+def run_script(script: Path, home: Path, path: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script with only these variables in its environment."""
+    return subprocess.run(
+        [BASH, str(script)],
+        env={"PATH": path, "HOME": str(home), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+BROKEN = "exit 127"
+WITHOUT_VENV = '[[ $2 == *"import ensurepip"* ]] || echo 3.12'
+OLD, NEW, NEWER, FREE_THREADED = "echo 3.11", "echo 3.12", "echo 3.14", "echo 3.13t"
+
+
+@pytest.mark.parametrize(
+    ("fakes", "env", "expected"),
+    [
+        ({"bin/python3": OLD, "bin/python": NEW}, {}, "bin/python"),
+        ({"bin/python3.12": BROKEN, "bin/python3": NEW}, {}, "bin/python3"),
+        ({"bin/python3.12": WITHOUT_VENV, "bin/python3": NEW}, {}, "bin/python3"),
+        ({"bin/python3.13": FREE_THREADED, "bin/python3.12": NEW}, {}, "bin/python3.12"),
+        (
+            {"bin/python3": NEWER, ".pyenv/versions/3.12.1/bin/python": NEW},
+            {},
+            ".pyenv/versions/3.12.1/bin/python",
+        ),
+        ({"bin/python3.12": NEW, "bin/mine": NEW}, {"PYTHON": "mine"}, "bin/mine"),
+        ({"bin/python3": OLD, "bin/python3.12": BROKEN}, {}, None),
+        ({}, {}, None),
+        ({"bin/python3.12": NEW, "bin/mine": OLD}, {"PYTHON": "mine"}, None),
+    ],
+)
+def test_find_python(
+    tmp_path: Path, fakes: dict[str, str], env: dict[str, str], expected: str | None
+) -> None:
+    """A wrong interpreter picked, or none found without a word on what to install."""
+    for name, body in fakes.items():
+        write_script(tmp_path / name, body)
+    found = run_script(ROOT / "scripts/find_python.sh", tmp_path, str(tmp_path / "bin"), **env)
+    if expected:
+        assert (found.returncode, found.stdout) == (0, f"{tmp_path / expected}\n")
+    else:
+        assert (found.returncode, found.stdout) == (1, "")
+        assert "python3.12-venv" in found.stderr
+        assert "PYTHON=" in found.stderr
+
+
+def test_setup(tmp_path: Path) -> None:
+    """A setup that keeps a stale or broken .venv, or redoes one that is up to date."""
+    project, fake = tmp_path / "project", tmp_path / "bin/python3.13"
+    for name in ("scripts/setup.sh", "scripts/find_python.sh", "requirements/dev.lock"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, project / name)
+    pyproject = project / "pyproject.toml"
+    pyproject.touch()
+    # Copies itself as the interpreter of .venv, and lets pip do nothing unless told to fail.
+    write_script(
+        fake,
+        f"""case "$*" in
+        *ensurepip*) echo 3.13 ;;
+        "-m venv"*) mkdir "$3" "$3/bin" && cp "$0" "$3/bin/python" ;;
+        "-m pip"*) [[ ! -e {tmp_path}/offline ]] ;;
+        *) exec {sys.executable} "$@" ;;
+        esac""",
+    )
+
+    def setup(**env: str) -> tuple[bool, bool]:
+        """Returns whether setup succeeded and whether it made .venv anew."""
+        path = f"{fake.parent}{os.pathsep}{os.defpath}"
+        done = run_script(project / "scripts/setup.sh", tmp_path, path, **env)
+        return done.returncode == 0, "making .venv" in done.stdout
+
+    assert setup() == (True, True)
+    assert setup() == (True, False)
+    pyproject.write_text("# changed")
+    assert setup() == (True, True)
+    for env in ({}, {"PYTHON": "python3.13"}):
+        (project / ".venv/bin/python").unlink()
+        assert setup(**env) == (True, True)
+    project = project.rename(tmp_path / "moved")
+    pyproject = project / "pyproject.toml"
+    assert setup() == (True, True)
+    pyproject.write_text("# changed again")
+    (tmp_path / "offline").touch()
+    assert setup() == (False, True)
+    (tmp_path / "offline").unlink()
+    assert setup() == (True, True)
+    assert setup() == (True, False)
+
+
+def test_setup_without_python(tmp_path: Path) -> None:
+    """A setup that, lacking an interpreter, goes on or fails without saying what to do."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/setup.sh", "scripts/find_python.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    done = run_script(tmp_path / "scripts/setup.sh", tmp_path, str(tmp_path / "bin"))
+    assert done.returncode != 0
+    assert "Install one" in done.stderr
+    assert not (tmp_path / ".venv").exists()
