@@ -33,5 +33,5 @@ lock: setup ## lock the dependencies again (LOCK_ARGS=--upgrade for newer ones)
 	scripts/lock.sh $(LOCK_ARGS)
 
 clean: ## remove .venv and every cache
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,8 @@ from flax import nnx
 from jax import lax
 
 from glm53.config import GLMConfig
-from glm53.linear import Index, Linear, RMSNorm
+from glm53.layer_plan import Index
+from glm53.linear import Linear, RMSNorm
 from glm53.rope import apply_rope
 from pallas_kernels.sparse_attention import merge_attention
 

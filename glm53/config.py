@@ -8,9 +8,9 @@ Decisions:
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 FloatType = Literal["float32", "bfloat16"]
 FLOAT_TYPES = ("float32", "bfloat16")
@@ -32,6 +32,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (True,),
     "indexer_rope_interleave": (True,),
     "rope_scaling": (),
+    "partial_rotary_factor": (1.0, 1),
     "moe_router_dtype": ("float32",),
 }
 
@@ -55,6 +56,13 @@ _SIZES = (
     "n_shared_experts",
     "max_position_embeddings",
 )
+_NUMBERS = ("routed_scaling_factor", "rope_theta", "rms_norm_eps", "latent_norm_eps")
+_FLAGS = ("index_share_for_mtp_iteration", "fp8_weights")
+_INDEXER_TYPES = ("full", "shared")
+_MLP_LAYER_TYPES = ("dense", "sparse")
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234663852886e38
+_MOST_LAYERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,17 +120,12 @@ class GLMConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
-            if not _is_int(value) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name in ("rope_theta", "rms_norm_eps", "latent_norm_eps", "routed_scaling_factor"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-        if self.num_nextn_predict_layers not in (0, 1):
-            raise ValueError(
-                f"num_nextn_predict_layers must be 0 or 1, got {self.num_nextn_predict_layers!r}"
-            )
+            _check_size(name, getattr(self, name))
+        for name in _NUMBERS:
+            _number(name, getattr(self, name))
+        for name in _FLAGS:
+            _flag(name, getattr(self, name))
+        _mtp_layers(self.num_nextn_predict_layers)
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         if self.index_head_dim < self.qk_rope_head_dim:
@@ -135,13 +138,18 @@ class GLMConfig:
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds n_routed_experts "
                 f"{self.n_routed_experts}"
             )
-        _check_schedule("indexer_types", self.indexer_types, ("full", "shared"), self)
-        _check_schedule("mlp_layer_types", self.mlp_layer_types, ("dense", "sparse"), self)
-        if self.indexer_types[0] != "full":
-            raise ValueError("indexer_types[0] must be 'full': there is no selection to share")
+        for name in ("indexer_types", "mlp_layer_types", "eos_token_ids"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"{name} must be a tuple, got {getattr(self, name)!r}")
+        num_layers = self.num_hidden_layers
+        _check_kinds("indexer_types", self.indexer_types, _INDEXER_TYPES, num_layers)
+        _check_kinds("mlp_layer_types", self.mlp_layer_types, _MLP_LAYER_TYPES, num_layers)
+        _check_layer_0("indexer_types", self.indexer_types)
         for token in self.eos_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"eos_token_id {token} is outside vocab_size {self.vocab_size}")
+            if not _is_int(token) or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"eos_token_id {token!r} is not an id below vocab_size {self.vocab_size}"
+                )
         for name in ("weight_dtype", "compute_dtype"):
             if getattr(self, name) not in FLOAT_TYPES:
                 raise ValueError(
@@ -195,7 +203,7 @@ class GLMConfig:
             raise FileNotFoundError(f"no config.json in {path}")
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not valid JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ValueError(f"{file} must hold a JSON object")
@@ -213,23 +221,26 @@ class GLMConfig:
         """
         _check_supported(fields)
         sizes = {name: _required(fields, name) for name in _SIZES}
-        weight_dtype = _agreed(fields, "dtype", "torch_dtype", default="bfloat16")
-        rms_norm_eps = fields.get("rms_norm_eps", 1e-5)
         for name in _SIZES:
-            if not _is_int(sizes[name]) or sizes[name] < 1:
-                raise ValueError(f"{name} must be a positive integer, got {sizes[name]!r}")
+            _check_size(name, sizes[name])
         _check_derived_sizes(fields, sizes)
+        weight_dtype = _agreed(fields, "dtype", "torch_dtype", default="bfloat16")
+        if weight_dtype not in FLOAT_TYPES:
+            raise ValueError(f"dtype must be one of {FLOAT_TYPES}, got {weight_dtype!r}")
+        rms_norm_eps = _number("rms_norm_eps", _optional(fields, "rms_norm_eps", 1e-5))
+        scaling = _required(fields, "routed_scaling_factor")
+        shares = "index_share_for_mtp_iteration"
         num_layers = sizes["num_hidden_layers"]
         return cls(
             **sizes,
             indexer_types=_indexer_types(fields, num_layers),
             mlp_layer_types=_mlp_layer_types(fields, num_layers),
-            routed_scaling_factor=_required(fields, "routed_scaling_factor"),
+            routed_scaling_factor=_number("routed_scaling_factor", scaling),
             rope_theta=_rope_theta(fields),
             rms_norm_eps=rms_norm_eps,
             latent_norm_eps=rms_norm_eps,
-            num_nextn_predict_layers=fields.get("num_nextn_predict_layers") or 0,
-            index_share_for_mtp_iteration=bool(fields.get("index_share_for_mtp_iteration")),
+            num_nextn_predict_layers=_mtp_layers(_optional(fields, "num_nextn_predict_layers", 0)),
+            index_share_for_mtp_iteration=_flag(shares, _optional(fields, shares, False)),
             eos_token_ids=_token_ids(fields.get("eos_token_id")),
             weight_dtype=weight_dtype,
             fp8_weights=_fp8_weights(fields.get("quantization_config")),
@@ -237,8 +248,39 @@ class GLMConfig:
         )
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_size(name: str, value: object) -> None:
+    if not _is_int(value) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    most = _MOST_LAYERS if name == "num_hidden_layers" else _INT32_MAX
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value!r}")
+
+
+def _number(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= _FLOAT32_MAX:
+        raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _mtp_layers(value: Any) -> int:
+    if not _is_int(value) or value not in (0, 1):
+        raise ValueError(f"num_nextn_predict_layers must be 0 or 1, got {value!r}")
+    return value
+
+
+def _optional(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    return default if fields.get(name) is None else fields[name]
 
 
 def _required(fields: Mapping[str, Any], name: str) -> Any:
@@ -254,14 +296,19 @@ def _agreed(fields: Mapping[str, Any], first: str, second: str, default: Any = N
     return values[0] if values else default
 
 
-def _check_schedule(name: str, kinds: tuple[str, ...], known: tuple[str, ...], config: Any) -> None:
-    if len(kinds) != config.num_hidden_layers:
-        raise ValueError(
-            f"{name} has {len(kinds)} entries for num_hidden_layers {config.num_hidden_layers}"
-        )
+def _check_kinds(name: str, kinds: Any, known: Collection[str], num_layers: int) -> None:
+    if not isinstance(kinds, list | tuple | str):
+        raise ValueError(f"{name} must be a list of one entry a layer, got {kinds!r}")
+    if len(kinds) != num_layers:
+        raise ValueError(f"{name} has {len(kinds)} entries for num_hidden_layers {num_layers}")
     for layer, kind in enumerate(kinds):
-        if kind not in known:
-            raise ValueError(f"{name}[{layer}] must be one of {known}, got {kind!r}")
+        if not isinstance(kind, str) or kind not in known:
+            raise ValueError(f"{name}[{layer}] must be one of {tuple(known)}, got {kind!r}")
+
+
+def _check_layer_0(name: str, kinds: Sequence[str]) -> None:
+    if kinds[0] != "full":
+        raise ValueError(f"{name} must make layer 0 full: there is no selection to share")
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:
@@ -275,7 +322,8 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
         raise ValueError(f"model_type {model_type!r} is not supported; it must be '{MODEL_TYPE}'")
     for name, allowed in _SUPPORTED.items():
         value = fields.get(name)
-        if value is not None and value not in allowed:
+        # 1 is no substitute for true.
+        if value is not None and not any(type(value) is type(x) and value == x for x in allowed):
             only = f"only {allowed[0]!r}" if allowed else "no value"
             raise ValueError(f"{name} {value!r} is not supported, {only} is")
 
@@ -290,7 +338,7 @@ def _check_derived_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) ->
     }
     for name, (value, meaning) in derived.items():
         given = fields.get(name)
-        if given is not None and given != value:
+        if given is not None and not (_is_int(given) and given == value):
             raise ValueError(f"{name} {given!r} must equal {meaning} = {value}")
 
 
@@ -302,28 +350,28 @@ def _indexer_types(fields: Mapping[str, Any], num_layers: int) -> tuple[str, ...
     forms: dict[str, tuple[str, ...]] = {}
     types = fields.get("indexer_types")
     if types is not None:
+        _check_kinds("indexer_types", types, _INDEXER_TYPES, num_layers)
         forms["indexer_types"] = tuple(types)
     pattern = fields.get("index_topk_pattern")
     if pattern is not None:
-        letters = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
-        unknown = [letter for letter in pattern if letter not in letters]
-        if unknown:
-            raise ValueError(f"index_topk_pattern holds {unknown[0]!r}; it must be made of F and S")
-        forms["index_topk_pattern"] = tuple(letters[letter] for letter in pattern)
-    frequency = fields.get("index_topk_freq")
-    if frequency is not None:
-        offset = fields.get("index_skip_topk_offset")
-        offset = 2 if offset is None else offset
-        for name, value, least in (
-            ("index_topk_freq", frequency, 1),
-            ("index_skip_topk_offset", offset, 0),
-        ):
-            if not _is_int(value) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        kinds = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
+        _check_kinds("index_topk_pattern", pattern, kinds, num_layers)
+        forms["index_topk_pattern"] = tuple(kinds[kind] for kind in pattern)
+    frequency = _optional(fields, "index_topk_freq", 1)
+    offset = _optional(fields, "index_skip_topk_offset", 2)
+    for name, value, least in (
+        ("index_topk_freq", frequency, 1),
+        ("index_skip_topk_offset", offset, 0),
+    ):
+        if not _is_int(value) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if fields.get("index_topk_freq") is not None:
         forms["index_topk_freq / index_skip_topk_offset"] = tuple(
             "full" if max(layer - offset + 1, 0) % frequency == 0 else "shared"
             for layer in range(num_layers)
         )
+    for name, schedule in forms.items():
+        _check_layer_0(name, schedule)
     if not forms:
         return ("full",) * num_layers
     (first, schedule), *others = forms.items()
@@ -335,8 +383,10 @@ def _indexer_types(fields: Mapping[str, Any], num_layers: int) -> tuple[str, ...
 
 def _mlp_layer_types(fields: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     forms = []
-    if fields.get("mlp_layer_types") is not None:
-        forms.append(tuple(fields["mlp_layer_types"]))
+    types = fields.get("mlp_layer_types")
+    if types is not None:
+        _check_kinds("mlp_layer_types", types, _MLP_LAYER_TYPES, num_layers)
+        forms.append(tuple(types))
     dense = fields.get("first_k_dense_replace")
     if dense is not None:
         if not _is_int(dense) or dense < 0:
@@ -351,18 +401,21 @@ def _mlp_layer_types(fields: Mapping[str, Any], num_layers: int) -> tuple[str, .
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> float:
-    parameters = fields.get("rope_parameters") or {}
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type != "default":
-        raise ValueError(
-            f"rope_parameters.rope_type {rope_type!r} is not supported, only 'default' is"
-        )
-    both = {"rope_parameters.rope_theta": parameters.get("rope_theta"), "rope_theta": None}
-    both["rope_theta"] = fields.get("rope_theta")
+    parameters = _optional(fields, "rope_parameters", {})
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"rope_parameters must be an object, got {parameters!r}")
+    for name, only in (("rope_type", "default"), ("type", "default"), ("partial_rotary_factor", 1)):
+        given = _optional(parameters, name, only)
+        if isinstance(given, bool) or given != only:
+            raise ValueError(f"rope_parameters.{name} {given!r} is not supported, only {only!r} is")
+    both = {
+        "rope_parameters.rope_theta": parameters.get("rope_theta"),
+        "rope_theta": fields.get("rope_theta"),
+    }
     theta = _agreed(both, "rope_parameters.rope_theta", "rope_theta")
     if theta is None:
         raise ValueError("config.json lacks rope_parameters.rope_theta")
-    return theta
+    return _number("rope_theta", theta)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -375,11 +428,13 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return ids
 
 
-def _fp8_weights(quantization: Mapping[str, Any] | None) -> bool:
+def _fp8_weights(quantization: Any) -> bool:
     """Whether matrices are block-FP8. The list of exceptions in the file is not used: it misspells
     `indexer.weights_proj`, and which tensors are quantised is fixed by the architecture."""
     if quantization is None:
         return False
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"quantization_config must be an object, got {quantization!r}")
     wanted = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -387,7 +442,7 @@ def _fp8_weights(quantization: Mapping[str, Any] | None) -> bool:
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
     }
     for name, value in wanted.items():
-        given = quantization.get(name, value if name == "fmt" else None)
+        given = _optional(quantization, name, value if name == "fmt" else None)
         if (list(given) if isinstance(given, tuple) else given) != value:
             raise ValueError(
                 f"quantization_config.{name} {given!r} is not supported, only {value!r} is"

@@ -18,6 +18,7 @@ from glm53.model import GLMModel
 from glm53.rope import rope_angles
 from glm53.row_tiles import map_row_tiles
 from kvcache.geometry import KVGeometry
+from kvcache.pytree import pytree_dataclass
 from kvcache.store import MESH_AXIS, KVStore, append_index_keys, append_rows, locate_rows
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
@@ -26,8 +27,7 @@ from pallas_kernels.sparse_attention import sparse_attention
 _SCORED_ROWS = 64  # rows of one sequence that share a read of its index keys
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Rows:
     """The token rows of a step, in groups that belong to one sequence each.
 
@@ -51,8 +51,7 @@ class Rows:
         return jnp.repeat(self.block_tables, self.positions.shape[1], axis=0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Selection:
     """What a full layer selected, which the shared layers after it reuse.
 
@@ -66,8 +65,7 @@ class Selection:
     row_ids: Int[Array, "tokens k"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class LayerTrace:
     """What each trunk layer gave: hidden [layers, tokens, hidden], selected [layers, tokens, k]."""
 
@@ -148,7 +146,7 @@ class Forward:
                 for index in pattern:
                     state = self.layer(_advance(index, pattern, repeat), *state)
                     if trace:
-                        outputs.append(LayerTrace(state[0], state[2].positions))
+                        outputs.append((state[0], state[2].positions))
                 return state, jax.tree.map(lambda *x: jnp.stack(x), *outputs) if trace else None
 
             if segment.repeats == 1:
@@ -159,7 +157,7 @@ class Forward:
             traces.append(traced)
         hidden, store, _ = state
         hidden = map_row_tiles(self.model.norm.bind(), hidden)
-        whole = jax.tree.map(lambda *x: jnp.concatenate(x), *traces) if trace else None
+        whole = LayerTrace(*map(jnp.concatenate, zip(*traces, strict=True))) if trace else None
         return hidden, store, whole
 
     def layer(
@@ -172,15 +170,9 @@ class Forward:
         """One decoder layer: attention, then the dense MLP or the experts."""
         query, store, selection = self._project(index, hidden, store, selection)
         attended = self._attend(index, query, store, selection)
-        norm = self.model.layers.post_attention_layernorm.bind(index.layer)
-
-        def add(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
-            hidden = hidden + attended
-            return hidden, norm(hidden)
-
-        hidden, normed = map_row_tiles(add, hidden, attended)
-        mixed = self._experts(index, normed) if index.sparse else self._dense(index, normed)
-        return map_row_tiles(jnp.add, hidden, mixed), store, selection
+        hidden = hidden + attended
+        mixed = self._experts(index, hidden) if index.sparse else self._dense(index, hidden)
+        return hidden + mixed, store, selection
 
     def _project(
         self, index: LayerIndex, hidden: jax.Array, store: KVStore, selection: Selection
@@ -277,17 +269,24 @@ class Forward:
         finish = self.model.layers.self_attn.output(index.layer)
         return lax.psum(map_row_tiles(finish, exchange(mixed), exchange(lse)), MESH_AXIS)
 
-    def _dense(self, index: LayerIndex, rows: jax.Array) -> jax.Array:
+    def _dense(self, index: LayerIndex, hidden: jax.Array) -> jax.Array:
+        norm = self.model.layers.post_attention_layernorm.bind(index.layer)
         mlp = self.model.layers.dense_mlp.bind(index.mlp_layer)
-        return lax.psum(map_row_tiles(mlp, rows), MESH_AXIS)
+        return lax.psum(map_row_tiles(lambda rows: mlp(norm(rows)), hidden), MESH_AXIS)
 
-    def _experts(self, index: LayerIndex, rows: jax.Array) -> jax.Array:
+    def _experts(self, index: LayerIndex, hidden: jax.Array) -> jax.Array:
         moe = self.model.layers.moe
+        norm = self.model.layers.post_attention_layernorm.bind(index.layer)
         route, shared = moe.gate.bind(index.mlp_layer), moe.shared_experts.bind(index.mlp_layer)
-        experts, weights, mixed = map_row_tiles(lambda rows: (*route(rows), shared(rows)), rows)
+
+        def run(hidden: jax.Array) -> tuple[jax.Array, ...]:
+            rows = norm(hidden)
+            return rows, *route(rows), shared(rows)
+
+        rows, experts, weights, mixed = map_row_tiles(run, hidden)
         experts = jnp.where(self.positions[:, None] >= 0, experts, moe.num_experts)
         routed = moe.run_experts(index.mlp_layer, rows, experts, weights)
-        return lax.psum(map_row_tiles(jnp.add, routed, mixed), MESH_AXIS)
+        return lax.psum(routed + mixed, MESH_AXIS)
 
 
 def _advance(

@@ -8,7 +8,8 @@ from flax import nnx
 from jax import lax
 
 from glm53.config import GLMConfig
-from glm53.linear import Index, Linear, matmul, take
+from glm53.layer_plan import Index
+from glm53.linear import Linear, matmul, take
 from glm53.rope import apply_rope
 
 _KEY_NORM_EPS = 1e-6

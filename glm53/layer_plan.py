@@ -7,7 +7,12 @@ layers, indexers over the full ones, dense MLPs and experts over theirs.
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+
 from glm53.config import GLMConfig
+
+Index = int | jax.Array
+"""A place in a stack, known when tracing or not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +28,9 @@ class LayerIndex:
         sparse: the layer has experts.
     """
 
-    layer: int
-    index_layer: int
-    mlp_layer: int
+    layer: Index
+    index_layer: Index
+    mlp_layer: Index
     full: bool
     sparse: bool
 

@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from glm53.config import FP8_BLOCK, GLMConfig
+from glm53.layer_plan import Index
 from glm53.sharding import RULES, LogicalAxes
 from kvcache.store import MESH_AXIS
 from pallas_kernels.row_format import quantize_e4m3, spread
 
-Index = int | jax.Array
 RowFunction = Callable[[jax.Array], jax.Array]
 
 _LEAST_ACTIVATION_SCALE = 1e-10 / 448

@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm53.config import GLMConfig
-from glm53.linear import Index, Linear, RowFunction, matmul, take
+from glm53.layer_plan import Index
+from glm53.linear import Linear, RowFunction, matmul, take
 from glm53.row_tiles import ROW_TILE, map_row_tiles
 
 
@@ -94,7 +95,7 @@ class MixtureOfExperts(nnx.Module):
             weights: float32 weight of each.
         """
         num_tokens, per_token = experts.shape
-        dispatch = _Dispatch(experts.reshape(-1), self.num_experts)
+        dispatch = ExpertDispatch(experts.reshape(-1), self.num_experts)
         # One zero row at the end stands for the empty places of a tile.
         padded = jnp.pad(rows, ((0, 1), (0, 0)))
         source = jnp.full((dispatch.num_places,), num_tokens, jnp.int32)
@@ -122,7 +123,7 @@ class MixtureOfExperts(nnx.Module):
         return map_row_tiles(combine, picked, weights)
 
 
-class _Dispatch:
+class ExpertDispatch:
     """Where each (token, expert) pair goes in a buffer of tiles that hold one expert's rows each.
 
     Attributes:

@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvcache.geometry import KVGeometry
+from kvcache.pytree import pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class SequenceState:
     """State by sequence slot, replicated on every device and donated beside the store.
 

@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from kvcache.geometry import KVGeometry
+from kvcache.pytree import pytree_dataclass
 
 MESH_AXIS = "model"
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class KVStore:
     """Bytes of all cached rows, and the tier of each page.
 
@@ -35,33 +35,29 @@ class KVStore:
     host_page: Int[Array, " pages"]
 
     @classmethod
-    def specs(cls) -> "KVStore":
-        """The PartitionSpec of each field."""
-        rows = PartitionSpec(None, None, MESH_AXIS, None)
-        replicated = PartitionSpec()
-        return cls(rows, rows, replicated, replicated)  # pyright: ignore[reportArgumentType]
+    def _empty(cls, geometry: KVGeometry) -> "KVStore":
+        row, key = geometry.row_format, geometry.index_row_format
+        rows = geometry.rows_per_page
+        nowhere = jnp.full((geometry.num_pages,), -1, jnp.int32)
+        return cls(
+            jnp.zeros((geometry.num_layers, geometry.device_pages, rows, row.width), row.dtype),
+            jnp.zeros((geometry.num_index_layers, geometry.num_pages, rows, key.width), key.dtype),
+            nowhere,
+            nowhere,
+        )
+
+    @classmethod
+    def specs(cls, geometry: KVGeometry) -> "KVStore":
+        """The PartitionSpec of each field, in place of its array."""
+        rows, replicated = PartitionSpec(None, None, MESH_AXIS, None), PartitionSpec()
+        shapes = jax.eval_shape(lambda: cls._empty(geometry))
+        return jax.tree.map(lambda leaf: rows if leaf.ndim == 4 else replicated, shapes)
 
     @classmethod
     def create(cls, geometry: KVGeometry, mesh: Mesh) -> "KVStore":
         """An empty store on the mesh: no page has a place in any tier."""
-        row, key = geometry.row_format, geometry.index_row_format
-        shape = (geometry.rows_per_page,)
-
-        def build() -> KVStore:
-            nowhere = jnp.full((geometry.num_pages,), -1, jnp.int32)
-            return cls(
-                jnp.zeros(
-                    (geometry.num_layers, geometry.device_pages, *shape, row.width), row.dtype
-                ),
-                jnp.zeros(
-                    (geometry.num_index_layers, geometry.num_pages, *shape, key.width), key.dtype
-                ),
-                nowhere,
-                nowhere,
-            )
-
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), cls.specs())
-        return jax.jit(build, out_shardings=shardings)()
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), cls.specs(geometry))
+        return jax.jit(lambda: cls._empty(geometry), out_shardings=shardings)()
 
 
 def append_rows(
@@ -76,13 +72,13 @@ def append_rows(
     """Writes MLA rows of one layer to their pages; other devices' rows and padding are dropped.
 
     Args:
-        pages: page of each row.
+        pages: page of each row; a negative one, beyond a sequence's last, drops the row.
         positions: position of each row; -1 is padding.
         device: this device's place along the mesh axis.
     """
     place = store.device_page[jnp.maximum(pages, 0)]
-    owned = _owned(geometry, positions, device) & (place >= 0)
-    place = jnp.where(owned, place, geometry.device_pages)
+    kept = _owned(geometry, positions, device) & (pages >= 0) & (place >= 0)
+    place = jnp.where(kept, place, geometry.device_pages)
     slab = store.slab.at[layer, place, geometry.local_row(positions)].set(rows, mode="drop")
     return dataclasses.replace(store, slab=slab)
 
@@ -97,7 +93,8 @@ def append_index_keys(
     device: Int[Array, ""],
 ) -> KVStore:
     """Writes index keys of one layer to their pages, as `append_rows` does."""
-    place = jnp.where(_owned(geometry, positions, device), pages, geometry.num_pages)
+    kept = _owned(geometry, positions, device) & (pages >= 0)
+    place = jnp.where(kept, pages, geometry.num_pages)
     index_keys = store.index_keys.at[index_layer, place, geometry.local_row(positions)].set(
         keys, mode="drop"
     )

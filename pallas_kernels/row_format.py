@@ -11,6 +11,7 @@ up, so scaling loses no bit.
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -29,24 +30,33 @@ def power_of_two_scale(
 ) -> Float[Array, "*rows groups"]:
     """The smallest power of two of at least max(amax / 448, least), per started group of 128.
 
-    Computed on the bits of the float, since a logarithm may round across a power of two.
+    Computed on the bits of the float, as 448 is 1.75 * 2**8: a logarithm, or the inexact division
+    of a GPU, may round across a power of two.
     """
     padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % SCALE_GROUP)]
     groups = jnp.pad(values, padding).reshape(*values.shape[:-1], -1, SCALE_GROUP)
     amax = jnp.max(jnp.abs(groups.astype(jnp.float32)), axis=-1)
-    bits = lax.bitcast_convert_type(jnp.maximum(amax / E4M3_MAX, least), jnp.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
+    fraction, least_exponent = math.frexp(least)  # fraction from 0.5 to 1
+    exponent = jnp.maximum(exponent, least_exponent - (fraction == 0.5) + 127)
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def quantize_e4m3(
     values: Float[Array, "*rows width"], least: float
 ) -> tuple[Float[Array, "*rows width"], Float[Array, "*rows groups"]]:
-    """Rounds to e4m3 with a scale per started group of 128 along the last axis."""
+    """Rounds to e4m3 with a scale per started group of 128 along the last axis.
+
+    Infinities and NaN become NaN. No finite value does; those above 248 * 2**120 round to 2**128,
+    which unpacks to infinity.
+    """
     scale = power_of_two_scale(values, least)
-    return (values.astype(jnp.float32) / spread(scale, values.shape[-1])).astype(
-        jnp.float8_e4m3fn
-    ), scale
+    # Negates the exponent: the reciprocal of a power of two is exact.
+    reciprocal = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
+    reciprocal = lax.bitcast_convert_type(reciprocal, jnp.float32)
+    scaled = values.astype(jnp.float32) * spread(reciprocal, values.shape[-1])
+    return scaled.astype(jnp.float8_e4m3fn), scale
 
 
 def spread(scale: Float[Array, "*rows groups"], width: int) -> Float[Array, "*rows width"]:

@@ -50,3 +50,7 @@ def _generate(options: argparse.Namespace) -> int:
     (output,) = llm.generate(options.text, params)
     print(output.outputs[0].text)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

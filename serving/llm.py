@@ -161,12 +161,11 @@ class LLM:
         text, token_ids = self._token_ids(where, prompt)
         if not len(token_ids):
             raise ValueError(f"{where} is empty: it needs at least one token")
+        last_id = self.config.vocab_size - 1
         for token in token_ids:
-            if not isinstance(token, int | np.integer) or not 0 <= token < self.config.vocab_size:
-                raise ValueError(
-                    f"{where} holds token id {token!r}, which is not in "
-                    f"0..{self.config.vocab_size - 1}"
-                )
+            is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not is_id or not 0 <= token <= last_id:
+                raise ValueError(f"{where} holds token id {token!r}, which is not in 0..{last_id}")
         room = self.max_model_len - len(token_ids)
         if room < 1:
             raise ValueError(

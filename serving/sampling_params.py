@@ -1,6 +1,7 @@
 """How a request is to be continued, with vLLM's names and meanings."""
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class SamplingParams:
 
     temperature: float = 0.0
     max_tokens: int | None = 16
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
 

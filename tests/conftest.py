@@ -1,8 +1,12 @@
 import os
+from pathlib import Path
 
 # Read when jax is imported. Four devices let one CPU stand in for a mesh.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+# Compiled steps are kept between runs; a step is compiled again only when its program changes.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import hypothesis
 

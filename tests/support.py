@@ -20,6 +20,7 @@ from kvcache import KVStore, PagePool, SequenceState
 from kvcache.sequence_state import assign_slot
 from kvcache.store import map_pages
 
+_TAKEN_PAGES = 3
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
 
@@ -67,7 +68,7 @@ class Session:
         max_sequences: int = 4,
         with_mtp: bool = False,
     ) -> None:
-        pages = max_sequences * max_model_len // (rows_per_device * num_devices)
+        pages = _TAKEN_PAGES + max_sequences * max_model_len // (rows_per_device * num_devices)
         self.steps = _steps(
             config,
             num_devices,
@@ -85,7 +86,7 @@ class Session:
         )
         self.pool = PagePool(self.geometry)
         # A few pages taken first, so that no page of a sequence has the number of its position.
-        self.pool.allocate(3)
+        self.pool.allocate(_TAKEN_PAGES)
 
     def open(self, slot: int, num_tokens: int) -> None:
         """Gives a sequence its pages, in an order that is not ascending."""
@@ -106,9 +107,10 @@ class Session:
         rows: int | None = None,
         groups: int | None = None,
         context_pages: int | None = None,
+        all_logits: bool = True,
         trace: bool = False,
     ) -> StepOutput:
-        """One prefill step for several slots, with the logits of all rows."""
+        """One prefill step for several slots."""
         rows = rows or max(len(ids) for ids in tokens.values())
         groups = groups or len(tokens)
         slots = np.full(groups, -1, np.int32)
@@ -124,7 +126,7 @@ class Session:
             self.sequences,
             batch,
             context_pages=context_pages or self.geometry.max_pages_per_sequence,
-            all_logits=True,
+            all_logits=all_logits,
             trace=trace,
         )
         return output

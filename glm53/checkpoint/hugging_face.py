@@ -2,13 +2,14 @@
 
 Everything is checked from the headers before a byte of weight is read. Then files are read one
 tensor at a time, each placed in its stack in place, so that host memory beyond the parameters
-themselves holds one tensor.
+themselves holds the tensor being read and the one being placed.
 """
 
 import functools
 import json
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -26,6 +27,7 @@ from glm53.model import abstract_model
 from glm53.sharding import check_mesh, parameter_shardings
 
 _INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
 
 
 def load_hugging_face(
@@ -47,49 +49,63 @@ def load_hugging_face(
     """
     check_mesh(config, mesh)
     path = Path(path)
-    files = _open_files(path)
     specs = {spec.name: spec for spec in tensor_inventory(config)}
-    _check_tensors(path, files, specs, ignored_tensors(config))
+    files, problems, lost = _open_files(path, specs)
+    problems += _check_tensors(files, specs, ignored_tensors(config))
+    excused = lost.union(*(file.tensors for file in files))
+    problems += [f"missing tensor {name}" for name in specs if name not in excused]
+    if problems:
+        raise CheckpointError(path, problems)
     return _fill(path, files, specs, config, mesh, use_tqdm)
 
 
-def _open_files(path: Path) -> list[SafetensorsFile]:
+def _open_files(
+    path: Path, specs: Mapping[str, TensorSpec]
+) -> tuple[list[SafetensorsFile], list[str], set[str]]:
+    """The readable files, what is wrong with the others and the index, and which tensors the
+    unreadable ones may hold."""
     index = path / _INDEX
-    listed: dict[str, str] = {}
-    if index.is_file():
-        try:
-            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(listed.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(path, [f"{_INDEX} is damaged: {error!r}"]) from error
-    else:
-        names = sorted(file.name for file in path.glob("*.safetensors"))
+    listed = _read_index(index) if index.is_file() else None
+    names = listed.values() if listed else (file.name for file in path.glob("*.safetensors"))
+    files, problems = {}, []
+    names = sorted(set(names))
     if not names:
         raise FileNotFoundError(f"no safetensors file in {path}")
-    files, problems = [], []
     for name in names:
         try:
-            files.append(SafetensorsFile(path / name))
+            files[name] = SafetensorsFile(path / name)
         except FileNotFoundError:
-            problems.append(f"missing file {name}, which {_INDEX} lists")
+            problems.append(f"missing file {name}")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
         except ValueError as error:
             problems.append(str(error))
-    held = {tensor: file.path.name for file in files for tensor in file.tensors}
-    unreadable = set(names) - {file.path.name for file in files}
+    if listed is None:
+        return list(files.values()), problems, set(specs) if problems else set()
     for tensor, name in listed.items():
-        if name not in unreadable and held.get(tensor) != name:
+        if name in files and tensor not in files[name].tensors:
             problems.append(f"{_INDEX} places {tensor} in {name}, which does not hold it")
-    if problems:
-        raise CheckpointError(path, problems)
-    return files
+    lost = {tensor for tensor, name in listed.items() if name not in files}
+    return list(files.values()), problems, lost
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError("weight_map must name the file of each tensor")
+        for tensor, name in listed.items():
+            if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+                raise ValueError(f"{tensor} is placed in {name!r}, which is no file name")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(file.parent, [f"{_INDEX} is damaged: {error!r}"]) from error
+    return listed
 
 
 def _check_tensors(
-    path: Path,
-    files: Iterable[SafetensorsFile],
-    specs: dict[str, TensorSpec],
-    ignored: frozenset[str],
-) -> None:
+    files: Iterable[SafetensorsFile], specs: Mapping[str, TensorSpec], ignored: frozenset[str]
+) -> list[str]:
     problems, seen = [], {}
     for file in files:
         for name, tensor in file.tensors.items():
@@ -107,9 +123,7 @@ def _check_tensors(
                 )
             if tensor.dtype != spec.dtype:
                 problems.append(f"{name} has dtype {tensor.dtype}, expected {spec.dtype}")
-    problems += [f"missing tensor {name}" for name in specs if name not in seen]
-    if problems:
-        raise CheckpointError(path, problems)
+    return problems
 
 
 def _fill(
@@ -124,22 +138,28 @@ def _fill(
     shardings = dict(nnx.to_flat_state(parameter_shardings(abstract, mesh)))
     shapes = dict(nnx.to_flat_state(abstract))
     filled: dict[tuple, jax.Array] = {}
+    last = ()
     problems = []
     tensors = [(file, specs[name]) for file in files for name in file.tensors if name in specs]
     hidden = not (use_tqdm and sys.stderr.isatty())
     for file, spec in tqdm(tensors, desc="Loading weights", unit="tensor", disable=hidden):
-        value = file.read(spec.name)
+        try:
+            value = file.read(spec.name)
+        except ValueError as error:
+            raise CheckpointError(path, [str(error)]) from error
+        # Steps run behind: without this wait, values that are not yet in place would pile up.
+        jax.block_until_ready(last)
         problems += _check_values(spec, value)
         target = shapes[spec.path].get_value()
         sharding = shardings[spec.path].get_value()
         value = value.astype(target.dtype, copy=False)
         if not spec.index:
-            filled[spec.path] = _place(value, sharding)
+            last = filled[spec.path] = _place(value, sharding)
             continue
         if spec.path not in filled:
             filled[spec.path] = _zeros(target.shape, target.dtype, sharding)
         trailing = NamedSharding(mesh, jax.P(*sharding.spec[len(spec.index) :]))
-        filled[spec.path] = _insert(sharding, len(spec.index))(
+        last = filled[spec.path] = _insert(sharding, len(spec.index))(
             filled[spec.path], _place(value, trailing), np.asarray(spec.index, np.int32)
         )
     if problems:
@@ -149,7 +169,7 @@ def _fill(
             target = shape.get_value()
             filled[name] = _zeros(target.shape, target.dtype, shardings[name].get_value())
     leaves = {name: shapes[name].replace(filled[name]) for name in shapes}
-    return nnx.State.from_flat_path(leaves)
+    return nnx.from_flat_state(leaves)
 
 
 def _check_values(spec: TensorSpec, value: np.ndarray) -> list[str]:

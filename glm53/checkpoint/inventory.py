@@ -103,29 +103,29 @@ def _tensors(config: GLMConfig) -> Iterator[TensorSpec]:
 
 
 def _layer(config: GLMConfig, index: LayerIndex) -> Iterator[TensorSpec]:
-    prefix, hidden = f"model.layers.{index.layer}", config.hidden_size
-    norms = _Names(config, prefix, ("layers",), index.layer)
+    layer, index_layer = int(index.layer), int(index.index_layer)
+    mlp_layer = int(index.mlp_layer)
+    prefix, hidden = f"model.layers.{layer}", config.hidden_size
+    norms = _Names(config, prefix, ("layers",), layer)
     yield from norms.plain("input_layernorm.weight", hidden)
     yield from norms.plain("post_attention_layernorm.weight", hidden)
-    yield from _attention(config, f"{prefix}.self_attn", index.layer)
+    yield from _attention(config, f"{prefix}.self_attn", layer)
     if index.full:
-        yield from _indexer(config, f"{prefix}.self_attn.indexer", index.index_layer)
+        yield from _indexer(config, f"{prefix}.self_attn.indexer", index_layer)
     if not index.sparse:
-        dense = _Names(config, f"{prefix}.mlp", ("layers", "dense_mlp"), index.mlp_layer)
+        dense = _Names(config, f"{prefix}.mlp", ("layers", "dense_mlp"), mlp_layer)
         yield from dense.mlp(config.intermediate_size)
         return
     moe = ("layers", "moe")
-    router = _Names(config, f"{prefix}.mlp.gate", (*moe, "gate"), index.mlp_layer)
+    router = _Names(config, f"{prefix}.mlp.gate", (*moe, "gate"), mlp_layer)
     yield from router.plain("weight", config.n_routed_experts, hidden)
     yield from router.plain("e_score_correction_bias", config.n_routed_experts, dtype="F32")
     for expert in range(config.n_routed_experts):
         names = _Names(
-            config, f"{prefix}.mlp.experts.{expert}", (*moe, "experts"), index.mlp_layer, expert
+            config, f"{prefix}.mlp.experts.{expert}", (*moe, "experts"), mlp_layer, expert
         )
         yield from names.mlp(config.moe_intermediate_size)
-    shared = _Names(
-        config, f"{prefix}.mlp.shared_experts", (*moe, "shared_experts"), index.mlp_layer
-    )
+    shared = _Names(config, f"{prefix}.mlp.shared_experts", (*moe, "shared_experts"), mlp_layer)
     yield from shared.mlp(config.moe_intermediate_size * config.n_shared_experts)
 
 

@@ -16,6 +16,7 @@ from glm53.sharding import check_mesh, parameter_shardings
 
 CONFIG_FILE = "glm53_config.json"
 _PARAMS = "params"
+_SHOWN = 400
 
 
 def save_orbax(path: str | Path, config: GLMConfig, params: nnx.State) -> None:
@@ -48,12 +49,14 @@ def read_orbax_config(path: str | Path) -> GLMConfig:
         return GLMConfig(**(fields | lists))
     except FileNotFoundError as error:
         raise CheckpointError(path, [f"missing file {CONFIG_FILE}"]) from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(path, [f"{CONFIG_FILE} is damaged: {error}"]) from error
 
 
 def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
     """Restores parameters straight into their shards, in the dtypes that `config` asks for.
+
+    Values saved in bfloat16 keep that precision in float32.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or damaged.
@@ -73,8 +76,9 @@ def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             restored = checkpointer.restore(path / _PARAMS, targets)
-    except (ValueError, KeyError, OSError) as error:
-        raise CheckpointError(path, [f"orbax cannot restore it: {error}"]) from error
+    except Exception as error:  # of truncated data orbax reports a bare Exception, pages long
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN]
+        raise CheckpointError(path, [f"orbax cannot restore it: {reason}"]) from error
     nnx.replace_by_pure_dict(abstract, restored)
     return abstract
 

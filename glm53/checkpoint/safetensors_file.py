@@ -8,7 +8,7 @@ import math
 import os
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,7 @@ _DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 _HEADER_LIMIT = 100_000_000
+_MOST_AXES = 8
 
 
 class StoredTensor(NamedTuple):
@@ -64,18 +65,21 @@ class SafetensorsFile:
                 )
             header = file.read(length)
         try:
-            entries = json.loads(header)
+            entries = json.loads(header.decode("utf-8"))
+            if not isinstance(entries, dict):
+                raise ValueError("it is not an object")
             entries.pop("__metadata__", None)
             self.tensors = {
                 name: _entry(name, entry, 8 + length) for name, entry in entries.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path.name} has a damaged header: {error}") from error
         self._check_ranges(8 + length, size)
 
     def _check_ranges(self, start: int, size: int) -> None:
         """Tensors fill the file behind the header without gaps or overlap."""
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].start):
+        by_place = sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].end))
+        for name, tensor in by_place:
             if tensor.start != start:
                 raise ValueError(
                     f"{self.path.name} is torn: {name} starts at byte {tensor.start}, not {start}"
@@ -108,13 +112,31 @@ class SafetensorsFile:
         return data.view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
-def _entry(name: str, entry: dict, base: int) -> StoredTensor:
-    dtype, shape = entry["dtype"], tuple(entry["shape"])
-    start, end = entry["data_offsets"]
-    if dtype not in _DTYPES:
-        raise ValueError(f"{name} has unknown dtype {dtype}")
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"{name} has shape {list(shape)}")
+def _entry(name: str, entry: Any, base: int) -> StoredTensor:
+    if not isinstance(entry, dict):
+        raise ValueError(f"the entry of {name} is not an object")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"{name} has unknown dtype {_short(dtype)}")
+    if not _are_sizes(shape, most=_MOST_AXES):
+        raise ValueError(f"{name} has shape {_short(shape)}")
+    if not _are_sizes(offsets, most=2) or len(offsets) != 2:
+        raise ValueError(f"{name} has data_offsets {_short(offsets)}")
+    start, end = offsets
     if end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
-        raise ValueError(f"{name} has {end - start} bytes for {dtype} {list(shape)}")
-    return StoredTensor(dtype, shape, base + start, base + end)
+        raise ValueError(f"{name} has {end - start} bytes for {dtype} {shape}")
+    return StoredTensor(dtype, tuple(shape), base + start, base + end)
+
+
+def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
+    """Whether this is a list of at most `most` lengths that a file can have."""
+    return (
+        isinstance(values, list)
+        and len(values) <= most
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -58,6 +58,7 @@ def merge_attention(
 
     Shards with log-sum-exp -inf count for nothing; if all have it, the result is 0.
     """
+    outputs = jnp.where((lse == -jnp.inf)[..., None], 0.0, outputs)
     highest = jnp.max(lse, axis=1, keepdims=True)
     weights = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0.0))
     merged = weights[:, 0, :, None] * outputs[:, 0]

@@ -1,0 +1,154 @@
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm53.kv_geometry import kv_geometry
+from glm53.presets import preset
+from kvcache import KVGeometry
+from pallas_kernels.row_format import RowFormat, RowKind
+
+SIZES: dict[str, Any] = {
+    "num_layers": 3,
+    "num_index_layers": 2,
+    "num_pages": 10,
+    "device_pages": 6,
+    "num_devices": 2,
+    "max_sequences": 4,
+    "max_pages_per_sequence": 5,
+    "row_format": RowFormat("fp8", 32, 8, 1e-4),
+    "index_row_format": RowFormat("fp8", 16, 0, 1e-6),
+    "rows_per_device": 8,
+}
+COUNTS = [name for name, value in SIZES.items() if isinstance(value, int)]
+PAGES = 3
+
+
+def geometry(**sizes: Any) -> KVGeometry:
+    return KVGeometry(**SIZES | sizes)
+
+
+meshes = pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+pages_of = pytest.mark.parametrize("rows_per_device", [1, 4, 64])
+
+
+@meshes
+@pages_of
+def test_positions_and_places_are_one_to_one(num_devices: int, rows_per_device: int) -> None:
+    """Two positions that share a row, or a row that no position reaches."""
+    sizes = geometry(num_devices=num_devices, rows_per_device=rows_per_device)
+    positions = range(PAGES * sizes.rows_per_page)
+    places = [(p % num_devices, p // sizes.rows_per_page, sizes.local_row(p)) for p in positions]
+    assert set(places) == {
+        (device, page, row)
+        for device in range(num_devices)
+        for page in range(PAGES)
+        for row in range(rows_per_device)
+    }
+    # On its device, a sequence's positions ascend with the rows of its pages.
+    for device in range(num_devices):
+        owned = [place for place in places if place[0] == device]
+        assert owned == sorted(owned)
+
+
+@meshes
+@pages_of
+def test_page_row(num_devices: int, rows_per_device: int) -> None:
+    """A place on the rows axis that is not the one of the file format, or on another device."""
+    sizes = geometry(num_devices=num_devices, rows_per_device=rows_per_device)
+    for page in range(PAGES):
+        first = page * sizes.rows_per_page
+        positions = np.arange(first, first + sizes.rows_per_page)
+        rows = [sizes.page_row(int(p)) for p in positions]
+        assert sorted(rows) == list(range(sizes.rows_per_page))
+        for p, row in zip(positions.tolist(), rows, strict=True):
+            offset = (p % sizes.rows_per_page) // num_devices
+            assert row == (p % num_devices) * rows_per_device + offset
+            # Where a split of the axis over the devices puts it.
+            assert divmod(row, rows_per_device) == (p % num_devices, sizes.local_row(p))
+
+
+@given(st.integers(0, 2**31 - 1), st.sampled_from([1, 2, 4, 8]), st.sampled_from([4, 64, 512]))
+def test_positions_on_the_device(position: int, num_devices: int, rows_per_device: int) -> None:
+    """A place that is another in a traced int32 than in a Python integer, or overflows."""
+    sizes = geometry(num_devices=num_devices, rows_per_device=rows_per_device)
+    for place in (sizes.local_row, sizes.page_row):
+        assert int(place(jnp.int32(position))) == place(position)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 4, 8]), st.sampled_from([4, 64]))
+def test_pages_for(num_tokens: int, num_devices: int, rows_per_device: int) -> None:
+    """A page too few or too many for a number of tokens."""
+    sizes = geometry(num_devices=num_devices, rows_per_device=rows_per_device)
+    pages = sizes.pages_for(num_tokens)
+    assert (pages - 1) * sizes.rows_per_page < num_tokens <= pages * sizes.rows_per_page
+
+
+def test_sizes() -> None:
+    """Sizes of the slab that forget the devices, or count host pages."""
+    sizes = geometry()
+    assert sizes.rows_per_page == 16
+    assert sizes.device_rows == 6 * 8
+    assert sizes.page_bytes == 3 * 16 * (32 + 4 + 16)
+    assert sizes.index_page_bytes == 2 * 16 * (16 + 4)
+    assert sizes.token_bytes == 3 * 52 + 2 * 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "key_kind", "with_mtp", "token_bytes"),
+    [
+        ("fp8", "fp8", True, 54_728),
+        ("fp8", "fp8", False, 53_940),
+        ("bfloat16", "fp8", True, 93_912),
+        ("bfloat16", "fp8", False, 92_628),
+        ("bfloat16", "bfloat16", True, 96_640),
+        ("bfloat16", "bfloat16", False, 95_232),
+    ],
+)
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_token_bytes_of_glm_5_3(
+    kind: RowKind, key_kind: RowKind, with_mtp: bool, token_bytes: int, num_devices: int
+) -> None:
+    """A cache that takes more than the model's layers and formats need."""
+    sizes = kv_geometry(
+        preset("glm-5.3"),
+        row_kind=kind,
+        device_pages=7,
+        max_model_len=1_048_576,
+        max_sequences=2,
+        num_devices=num_devices,
+        with_mtp=with_mtp,
+    )
+    assert sizes.index_row_format.kind == kind
+    keys = dataclasses.replace(sizes.index_row_format, kind=key_kind)
+    sizes = dataclasses.replace(sizes, index_row_format=keys)
+    assert sizes.token_bytes == token_bytes
+    assert sizes.page_bytes + sizes.index_page_bytes == 64 * num_devices * token_bytes
+    assert (sizes.num_layers, sizes.num_index_layers) == ((79, 22) if with_mtp else (78, 21))
+    assert sizes.max_pages_per_sequence == 16_384 // num_devices
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_that_are_not_positive_are_refused(name: str, value: int) -> None:
+    """A size of nothing that fails deep inside jit, without its name."""
+    with pytest.raises(ValueError, match=f"{name} .*{value}"):
+        geometry(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rows_per_device": 96}, "rows_per_device 96"),
+        ({"rows_per_device": 1024}, "rows_per_device 1024"),
+        ({"device_pages": 11}, "device_pages 11"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], named: str) -> None:
+    """A page that straddles blocks of keys, or a device page without an id."""
+    with pytest.raises(ValueError, match=named):
+        geometry(**changes)

@@ -1,0 +1,438 @@
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from jax.sharding import PartitionSpec
+
+from glm53.model import abstract_model
+from glm53.presets import preset
+from glm53.sharding import make_mesh
+from glm53.steps import PrefillBatch
+from kvcache import KVGeometry, KVStore, OutOfPagesError, PagePool, SequenceState
+from kvcache.sequence_state import assign_slot
+from kvcache.store import MESH_AXIS, append_index_keys, append_rows, locate_rows, map_pages
+from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind
+from tests.support import Session
+
+LAYERS, INDEX_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = 3, 2, 4, 4, 4
+# Pages that sequences get, and pages that are held so that a page's id, its place in the slab and
+# its place in a block table always differ: ids and places are at least MAX_PAGES and differ.
+FREE_PAGES, HELD_PAGES = 12, MAX_PAGES
+DEVICE_PAGES = FREE_PAGES + 2 * HELD_PAGES
+TOKENS = 16  # rows of one append
+EVERYWHERE = PartitionSpec()
+
+meshes = pytest.mark.parametrize("num_devices", [1, 2, 4])
+kinds = pytest.mark.parametrize("kind", ROW_KINDS)
+
+
+def make_geometry(num_devices: int, kind: RowKind, **sizes: int) -> KVGeometry:
+    defaults = {"num_pages": DEVICE_PAGES + 2, "device_pages": DEVICE_PAGES}
+    return KVGeometry(
+        num_layers=LAYERS,
+        num_index_layers=INDEX_LAYERS,
+        num_devices=num_devices,
+        max_sequences=SLOTS,
+        max_pages_per_sequence=MAX_PAGES,
+        row_format=RowFormat(kind, 8, 4, 1e-4),
+        index_row_format=RowFormat(kind, 8, 0, 1e-6),
+        rows_per_device=ROWS_PER_DEVICE,
+        **defaults | sizes,
+    )
+
+
+class Transitions:
+    """The store's transitions, compiled as a step has them: sharded, with the store donated."""
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        self.geometry, self.mesh = geometry, make_mesh(geometry.num_devices)
+        specs = KVStore.specs(geometry)
+
+        def jit(fn: Callable, inputs: tuple, outputs: Any, donate: tuple[int, ...] = ()) -> Any:
+            sharded = jax.shard_map(
+                fn, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+            )
+            return jax.jit(sharded, donate_argnums=donate)
+
+        def append(transition: Callable, store: KVStore, *what: jax.Array) -> KVStore:
+            return transition(store, geometry, *what, jax.lax.axis_index(MESH_AXIS))
+
+        def assign(
+            store: KVStore,
+            sequences: SequenceState,
+            pages: jax.Array,
+            places: jax.Array,
+            slot: jax.Array,
+            table: jax.Array,
+        ) -> tuple[KVStore, SequenceState]:
+            sequences = assign_slot(sequences, slot, table, jnp.int32(0))
+            return map_pages(store, pages, places), sequences
+
+        def locate(store: KVStore, tables: jax.Array, positions: jax.Array) -> jax.Array:
+            device = jax.lax.axis_index(MESH_AXIS)
+            return locate_rows(store, geometry, tables, positions, device)[None]
+
+        rows = (specs, *[EVERYWHERE] * 4)
+        self.append_rows = jit(functools.partial(append, append_rows), rows, specs, (0,))
+        self.append_keys = jit(functools.partial(append, append_index_keys), rows, specs, (0,))
+        assigned = (specs, *[EVERYWHERE] * 5)
+        self.assign = jit(assign, assigned, (specs, EVERYWHERE), (0, 1))
+        self.locate = jit(locate, (specs, EVERYWHERE, EVERYWHERE), PartitionSpec(MESH_AXIS))
+
+    def empty(self) -> tuple[KVStore, SequenceState]:
+        sequences = SequenceState.create(self.geometry, 8, jnp.float32, self.mesh)
+        return KVStore.create(self.geometry, self.mesh), sequences
+
+
+@functools.cache
+def transitions(num_devices: int, kind: RowKind) -> Transitions:
+    return Transitions(make_geometry(num_devices, kind))
+
+
+def raw(array: jax.Array | np.ndarray) -> np.ndarray:
+    """Returns a copy of an array's bytes, with those of an element on an axis of their own."""
+    array = np.array(array)
+    return array.view(np.uint8).reshape(*array.shape, array.itemsize)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Drives sequences that share a store, beside a dict of all bytes they have stored."""
+
+    num_devices: int
+    kind: RowKind
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = transitions(self.num_devices, self.kind)
+        self.geometry = self.run.geometry
+        self.store, self.sequences = self.run.empty()
+        self.pool = PagePool(self.geometry)
+        first, free = self.pool.allocate(HELD_PAGES), self.pool.allocate(FREE_PAGES)
+        last = self.pool.allocate(HELD_PAGES)
+        self.pool.release(free)
+        # The held pages have their places, where a wrong page would show.
+        for pages in (first, last):
+            self.assign(0, pages, [self.pool.device_page(page) for page in pages], [])
+        self.tables: dict[int, list[int]] = {}
+        # By kind of row, {(slot, layer, position): bytes}.
+        self.stored: dict[str, dict[tuple[int, int, int], bytes]] = {"rows": {}, "keys": {}}
+        self.rng = np.random.default_rng(0)
+
+    def assign(self, slot: int, pages: list[int], places: list[int], table: list[int]) -> None:
+        def padded(values: list[int]) -> np.ndarray:
+            return np.asarray(values + [-1] * (MAX_PAGES - len(values)), np.int32)
+
+        self.store, self.sequences = self.run.assign(
+            self.store,
+            self.sequences,
+            padded(pages),
+            padded(places),
+            jnp.int32(slot),
+            padded(table),
+        )
+
+    @precondition(lambda self: len(self.tables) < SLOTS)
+    @rule(data=st.data(), num_pages=st.integers(1, MAX_PAGES))
+    def open(self, data: st.DataObject, num_pages: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(range(SLOTS)) - set(self.tables))))
+        free = self.pool.num_free
+        if num_pages > free:
+            with pytest.raises(OutOfPagesError):
+                self.pool.allocate(num_pages)
+            assert self.pool.num_free == free
+            return
+        pages = data.draw(st.permutations(self.pool.allocate(num_pages)))
+        places = [self.pool.device_page(page) for page in pages]
+        for index, (page, place) in enumerate(zip(pages, places, strict=True)):
+            assert len({index, page, place}) == 3
+        self.tables[slot] = list(pages)
+        self.assign(slot, list(pages), places, list(pages))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), unmap=st.booleans())
+    def close(self, data: st.DataObject, unmap: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.tables)))
+        pages = self.tables.pop(slot)
+        self.pool.release(pages)
+        self.assign(slot, pages if unmap else [], [], [])
+        for stored in self.stored.values():
+            for key in [key for key in stored if key[0] == slot]:
+                del stored[key]
+
+    @rule(data=st.data(), layer=st.integers(0, LAYERS - 1))
+    def append_rows(self, data: st.DataObject, layer: int) -> None:
+        self.append(data, "rows", layer)
+
+    @rule(data=st.data(), layer=st.integers(0, INDEX_LAYERS - 1))
+    def append_keys(self, data: st.DataObject, layer: int) -> None:
+        self.append(data, "keys", layer)
+
+    def append(self, data: st.DataObject, kind: str, layer: int) -> None:
+        """Appends uneven groups of rows, between them rows that must be dropped."""
+        geometry, rng = self.geometry, self.rng
+        before = raw(self.store.slab), raw(self.store.index_keys)
+        entries: list[tuple[int, int, int]] = []  # slot, page, position
+        slots = sorted(self.tables)
+        groups = (
+            data.draw(st.lists(st.sampled_from(slots), min_size=1, unique=True)) if slots else []
+        )
+        for slot in groups:
+            capacity = len(self.tables[slot]) * geometry.rows_per_page
+            start = data.draw(st.integers(0, capacity - 1))
+            count = data.draw(st.integers(0, min(7, capacity - start)))
+            for position in range(start, start + count):
+                entries.append(
+                    (slot, self.tables[slot][position // geometry.rows_per_page], position)
+                )
+        entries = entries[: TOKENS - 3]
+        # Beyond a sequence's pages, or beyond its table, where a lookup gives the least integer.
+        for page in (-1, -(2**31)):
+            entries.append((-1, page, int(rng.integers(0, 4 * geometry.rows_per_page))))
+        while len(entries) < TOKENS:
+            entries.append((-1, int(rng.integers(-1, geometry.num_pages)), -1))
+        entries = [entries[place] for place in rng.permutation(TOKENS)]
+        pages = np.asarray([page for _, page, _ in entries], np.int32)
+        positions = np.asarray([position for _, _, position in entries], np.int32)
+        row_format = geometry.row_format if kind == "rows" else geometry.index_row_format
+        shape = (TOKENS, row_format.width, row_format.dtype.itemsize)
+        junk = rng.integers(0, 256, shape, np.uint8)
+        rows = junk.reshape(TOKENS, -1).view(row_format.dtype)
+
+        run = self.run.append_rows if kind == "rows" else self.run.append_keys
+        self.store = run(self.store, jnp.int32(layer), rows, pages, positions)
+
+        slab, keys = before
+        for (slot, page, position), row in zip(entries, junk, strict=True):
+            if slot < 0:
+                continue
+            self.stored[kind][slot, layer, position] = row.tobytes()
+            if kind == "rows":
+                slab[layer, self.pool.device_page(page), geometry.page_row(position)] = row
+            else:
+                keys[layer, page, geometry.page_row(position)] = row
+        np.testing.assert_array_equal(raw(self.store.slab), slab)
+        np.testing.assert_array_equal(raw(self.store.index_keys), keys)
+
+    @invariant()
+    def every_row_is_found(self) -> None:
+        geometry, num_devices = self.geometry, self.geometry.num_devices
+        self.pool.check_integrity()
+        # Two more positions than a block table has room for.
+        positions = np.arange(MAX_PAGES * geometry.rows_per_page + 2, dtype=np.int32)
+        all_positions = np.broadcast_to(positions, (SLOTS, positions.size))
+        located = np.asarray(self.run.locate(self.store, self.sequences.block_table, all_positions))
+        for slot, position in itertools.product(range(SLOTS), positions.tolist()):
+            expected = [-1] * num_devices
+            table = self.tables.get(slot, [])
+            if position < len(table) * geometry.rows_per_page:
+                place = self.pool.device_page(table[position // geometry.rows_per_page])
+                row = position % geometry.rows_per_page // num_devices
+                expected[position % num_devices] = place * ROWS_PER_DEVICE + row
+            assert located[:, slot, position].tolist() == expected
+        shards = {
+            shard.index[2].start or 0: raw(shard.data)
+            for shard in self.store.slab.addressable_shards
+        }
+        for (slot, layer, position), row in self.stored["rows"].items():
+            device = position % num_devices
+            rows = shards[device * ROWS_PER_DEVICE]
+            rows = rows.reshape(LAYERS, geometry.device_rows, -1)
+            assert rows[layer, located[device, slot, position]].tobytes() == row
+        keys = raw(self.store.index_keys)
+        for (slot, layer, position), key in self.stored["keys"].items():
+            page = self.tables[slot][position // geometry.rows_per_page]
+            assert keys[layer, page, geometry.page_row(position)].tobytes() == key
+
+
+@meshes
+@kinds
+def test_stored_bytes(num_devices: int, kind: RowKind) -> None:
+    """A row lost, misplaced or overwritten by another sequence's, by padding or by a draft."""
+    machine = type("Machine", (StoreMachine,), {"num_devices": num_devices, "kind": kind})
+    run_state_machine_as_test(machine, settings=settings(max_examples=8, stateful_step_count=20))
+
+
+def test_fields_have_buffers_of_their_own() -> None:
+    """Two fields in one buffer, which cannot be donated twice."""
+    store, sequences = transitions(2, "fp8").empty()
+    buffers = [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves((store, sequences))
+        for shard in leaf.addressable_shards
+    ]
+    assert len(set(buffers)) == len(buffers)
+
+
+@meshes
+def test_locate_rows(num_devices: int) -> None:
+    """A tier confused with another, or a position that is nowhere and gets a place."""
+    run = transitions(num_devices, "fp8")
+    geometry, (store, _) = run.geometry, run.empty()
+    # Pages on the device, on the host, in both tiers, in none, and beyond the last.
+    table = [7, 5, 11, 9, -1]
+    device_page = np.full(geometry.num_pages, -1, np.int32)
+    host_page = device_page.copy()
+    device_page[[7, 11]], host_page[[5, 11]] = (13, 2), (6, 3)
+    store = dataclasses.replace(
+        store, device_page=jnp.asarray(device_page), host_page=jnp.asarray(host_page)
+    )
+    first_rows = [
+        13 * ROWS_PER_DEVICE,
+        geometry.device_rows + 6 * ROWS_PER_DEVICE,
+        2 * ROWS_PER_DEVICE,
+    ]
+    # Out of order, with gaps: nothing is said of ascending positions.
+    positions = np.random.default_rng(0).permutation(5 * geometry.rows_per_page).astype(np.int32)
+    positions[::5] = -1
+    located = np.asarray(run.locate(store, np.asarray([table], np.int32), positions[None]))
+    for index, position in enumerate(positions.tolist()):
+        expected = [-1] * num_devices
+        page = position // geometry.rows_per_page
+        if 0 <= page < len(first_rows):
+            row = position % geometry.rows_per_page // num_devices
+            expected[position % num_devices] = first_rows[page] + row
+        assert located[:, 0, index].tolist() == expected
+
+
+def test_rows_of_a_page_without_a_place_are_dropped() -> None:
+    """A row for a page that is not on the device, written to another's place; its key must stay."""
+    run = transitions(2, "fp8")
+    geometry, (store, _) = run.geometry, run.empty()
+    pages, positions = np.full(TOKENS, 8, np.int32), np.arange(TOKENS, dtype=np.int32) % 8
+    for width, append in (
+        (geometry.row_format.width, run.append_rows),
+        (geometry.index_row_format.width, run.append_keys),
+    ):
+        store = append(store, jnp.int32(1), np.full((TOKENS, width), 7, np.int32), pages, positions)
+    assert not np.asarray(store.slab).any()
+    assert np.argwhere(np.asarray(store.index_keys).all(axis=-1)).tolist() == [
+        [1, 8, row] for row in range(8)
+    ]
+
+
+def test_map_pages() -> None:
+    """A change of tier that is lost, or padding that changes one."""
+    run = transitions(1, "fp8")
+    store, _ = run.empty()
+    store = dataclasses.replace(store, host_page=jnp.full_like(store.host_page, 5))
+    store = map_pages(store, jnp.asarray([3, -1, 8]), jnp.asarray([6, 4, 2]))
+    store = map_pages(store, jnp.asarray([-1, 8, -1]), jnp.asarray([0, -1, 0]))
+    expected = [6 if page == 3 else -1 for page in range(run.geometry.num_pages)]
+    assert store.device_page.tolist() == expected
+    assert set(store.host_page.tolist()) == {5}
+
+
+# What may have the size of the slab in a compiled step: names for it, and writes of rows into it.
+IN_PLACE = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "call",
+    "conditional",
+    "fusion",
+    "scatter",
+    "dynamic-update-slice",
+    "opt-barrier",
+}
+
+
+def large_operations(hlo: str, least_elements: int) -> Iterator[str]:
+    """Yields what else gives arrays of that size, in any computation, loop bodies included."""
+    for line in hlo.splitlines():
+        found = re.match(
+            r"\s*(?:ROOT )?%?[\w.-]+ = \(?\w+\[([\d,]*)\]\S* (?:.*?\) )?([\w-]+)\(", line
+        )
+        if not found or found[2] in IN_PLACE:
+            continue
+        if np.prod([int(size) for size in found[1].split(",") if size]) >= least_elements:
+            yield line.strip()[:160]
+
+
+def check_in_place(compiled: jax.stages.Compiled, store: KVStore) -> None:
+    """Asserts that a compiled step updates the store's arrays where they lie."""
+    arrays = [store.slab.addressable_shards[0].data, store.index_keys.addressable_shards[0].data]
+    smallest = min(array.size for array in arrays)
+    assert not list(large_operations(compiled.as_text() or "", smallest))
+    memory: Any = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(array.nbytes for array in arrays)
+    assert memory.temp_size_in_bytes < min(array.nbytes for array in arrays) / 2
+
+
+def pointers(store: KVStore) -> list[int]:
+    arrays = (store.slab, store.index_keys)
+    return [s.data.unsafe_buffer_pointer() for array in arrays for s in array.addressable_shards]
+
+
+@meshes
+@kinds
+def test_append_is_in_place(num_devices: int, kind: RowKind) -> None:
+    """An append that copies the slab, or converts it to a type that a platform prefers."""
+    run = Transitions(make_geometry(num_devices, kind, num_pages=400, device_pages=300))
+    geometry, (store, _) = run.geometry, run.empty()
+    page, position = np.full(TOKENS, 5, np.int32), np.arange(TOKENS, dtype=np.int32)
+    for row_format, append in (
+        (geometry.row_format, run.append_rows),
+        (geometry.index_row_format, run.append_keys),
+    ):
+        rows = np.zeros((TOKENS, row_format.width), row_format.dtype)
+        compiled = append.lower(store, jnp.int32(1), rows, page, position).compile()
+        check_in_place(compiled, store)
+        before = pointers(store)
+        store = compiled(store, jnp.int32(1), rows, page, position)
+        assert pointers(store) == before
+
+
+def make_session(num_devices: int, kind: RowKind) -> Session:
+    """Returns a session whose slab is far larger than the rest of a step."""
+    config = preset("test-small").replace(compute_dtype="float32")
+    _, shapes = abstract_model(config)
+    return Session(
+        config,
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+        num_devices=num_devices,
+        row_kind=kind,
+        max_model_len=2048,
+        max_sequences=32,
+        with_mtp=True,
+    )
+
+
+def check_step_in_place(session: Session, step: Any, batch: Any) -> None:
+    args = (session.params, session.store, session.sequences, batch)
+    compiled = step.lower(*args, context_pages=4).compile()
+    check_in_place(compiled, session.store)
+    before = pointers(session.store)
+    _, store, _ = compiled(*args)
+    assert pointers(store) == before
+
+
+def test_decode_is_in_place() -> None:
+    """A decode step that copies the store: a write that does not wait for the reads before it."""
+    session = make_session(2, "fp8")
+    check_step_in_place(session, session.steps.decode, jnp.asarray([0, 3], jnp.int32))
+
+
+def test_prefill_is_in_place() -> None:
+    """A prefill step that copies the store."""
+    session = make_session(1, "bfloat16")
+    slots, num_rows = jnp.asarray([0, 3], jnp.int32), jnp.asarray([9, 2], jnp.int32)
+    batch = PrefillBatch(slots, num_rows, jnp.zeros((2, 9), jnp.int32))
+    check_step_in_place(session, session.steps.prefill, batch)

@@ -1,0 +1,337 @@
+"""The offline entry point: outputs, limits, and what bad input gets."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from glm53 import LLM, SamplingParams
+from glm53.checkpoint import CheckpointError
+from serving.model_runner import ModelRunner
+from tests.support import GOLDEN, golden_arrays
+
+SMALL = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+FREE = SamplingParams(max_tokens=32, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """The golden float32 model, with pages for two short sequences and no tokenizer."""
+    return LLM(GOLDEN / "tiny_f32", device_pages=9, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def text_llm() -> LLM:
+    return LLM(**SMALL)
+
+
+@pytest.fixture
+def as_a_user() -> Iterator[None]:
+    """Without the type checks of the tests, which would refuse wrong types first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def ids(array: np.ndarray) -> dict:
+    return {"prompt_token_ids": array.tolist()}
+
+
+def assert_idle(llm: LLM) -> None:
+    """No page is held and none is lost."""
+    pool = llm._runner.pool
+    pool.check_integrity()
+    assert pool.num_free == llm._runner.geometry.device_pages
+
+
+def test_golden_tokens_in_a_crowd(llm: LLM) -> None:
+    """More prompts than slots and pages, of different lengths: each gets its own golden tokens,
+    in the order of the prompts, and all pages come back."""
+    golden = golden_arrays("tiny_f32")
+    expected = {name: golden[f"{name}_e5_greedy"].tolist() for name in ("p0", "p1")}
+    names = ["p0", "p1", "p0", "p1", "p1", "p0"]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (32, 5, 1, 32, 17, 32)]
+    outputs = llm.generate([ids(golden[f"{name}_ids"]) for name in names], params, use_tqdm=False)
+    for name, param, output in zip(names, params, outputs, strict=True):
+        (completion,) = output.outputs
+        assert completion.token_ids == expected[name][: param.max_tokens]
+        assert completion.finish_reason == "length"
+        assert completion.stop_reason is None
+        assert output.prompt_token_ids == golden[f"{name}_ids"].tolist()
+        assert output.finished
+    assert len({output.request_id for output in outputs}) == len(outputs)
+    assert_idle(llm)
+
+
+def test_two_devices_give_the_golden_tokens() -> None:
+    """The same through a mesh of two."""
+    golden = golden_arrays("tiny_f32")
+    llm = LLM(GOLDEN / "tiny_f32", tensor_parallel_size=2, **SMALL)
+    (output,) = llm.generate(ids(golden["p0_ids"]), FREE)
+    assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
+    assert_idle(llm)
+
+
+def test_stop_ids(llm: LLM) -> None:
+    """A stop id ends the output, is part of its ids, and is named, also with `ignore_eos`."""
+    golden = golden_arrays("tiny_f32")
+    expected = golden["p0_e5_greedy"].tolist()
+    stop = expected[4]
+    assert stop not in expected[:4]
+    params = SamplingParams(max_tokens=32, stop_token_ids=[stop], ignore_eos=True)
+    (output,) = llm.generate(ids(golden["p0_ids"]), params)
+    assert output.outputs[0].token_ids == expected[:5]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason == stop
+
+
+def test_end_of_sequence(text_llm: LLM) -> None:
+    """An end-of-sequence id ends the output without a stop reason and is not in its text."""
+    prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>The code of mint is 31-94.\n"
+    prompt += "What is the code of mint?<|assistant|><think>"
+    (output,) = text_llm.generate(prompt, SamplingParams(max_tokens=40))
+    completion = output.outputs[0]
+    assert completion.token_ids[-1] in text_llm.config.eos_token_ids
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+    assert completion.text == "</think>The code of mint is 31-94."
+    assert output.prompt == prompt
+    (longer,) = text_llm.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert len(longer.outputs[0].token_ids) == 40
+    assert longer.outputs[0].token_ids[: len(completion.token_ids)] == completion.token_ids
+
+
+def test_text_and_its_ids_are_one_prompt(text_llm: LLM) -> None:
+    """Text, a dict with text, and the text's ids give the same tokens; one prompt needs no list."""
+    assert text_llm.tokenizer is not None
+    text = "The Congress of the United States"
+    forms = [text, {"prompt": text}, {"prompt_token_ids": text_llm.tokenizer.encode(text)}]
+    outputs = text_llm.generate(forms, SamplingParams(max_tokens=8))
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    (single,) = text_llm.generate(text, SamplingParams(max_tokens=8))
+    assert single.outputs[0].text == outputs[0].outputs[0].text != ""
+    (short,) = text_llm.generate(text)
+    assert len(short.outputs[0].token_ids) == 16
+
+
+def test_prompt_logprobs_of_the_whole_vocabulary(llm: LLM) -> None:
+    """-1 gives every token's log-probability at every position but the first."""
+    golden = golden_arrays("tiny_f32")
+    prompt, logits = golden["p0_ids"], golden["p0_e5_logits"].astype(np.float64)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=-1)
+    (output,) = llm.generate(ids(prompt), params)
+    found = output.prompt_logprobs
+    assert found is not None
+    assert len(found) == len(prompt)
+    assert found[0] is None
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for position in range(1, len(prompt)):
+        entry = found[position]
+        assert entry is not None
+        assert len(entry) == logits.shape[1]
+        got = np.array([entry[token].logprob for token in range(logits.shape[1])])
+        np.testing.assert_allclose(got, expected[position - 1], rtol=0, atol=4e-4)
+        best = next(iter(entry))
+        assert entry[best].rank == 1
+        assert best == int(np.argmax(logits[position - 1]))
+
+
+def test_prompt_logprobs_of_a_few(text_llm: LLM) -> None:
+    """k gives the k best and the prompt's own token, each with its rank and text."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    (output,) = text_llm.generate("The Congress of the United States", params)
+    assert output.prompt_logprobs is not None
+    for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert entry is not None
+        assert len(entry) in (2, 3)
+        ranks = sorted(entry[other].rank for other in entry)
+        assert ranks[:2] == [1, 2]
+        assert token in entry
+        assert entry[token].decoded_token is not None
+        with pytest.raises(KeyError):
+            entry[1599]
+
+
+def test_length_limit(llm: LLM) -> None:
+    """The output stops at max_model_len; a prompt that leaves no room is refused."""
+    prompt = np.full(505, 7)
+    (output,) = llm.generate(ids(prompt), SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 7
+    assert output.outputs[0].finish_reason == "length"
+    (last,) = llm.generate(ids(prompt), SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(last.outputs[0].token_ids) == 7
+    with pytest.raises(ValueError, match=r"512 tokens.*max_model_len 512"):
+        llm.generate(ids(np.full(512, 7)))
+    assert_idle(llm)
+
+
+BAD_PROMPTS = [
+    ({"prompt_token_ids": []}, ValueError, "is empty"),
+    ({"prompt_token_ids": [1, 256]}, ValueError, "256.*0..255"),
+    ({"prompt_token_ids": [-1]}, ValueError, "-1"),
+    ({"prompt_token_ids": [1.5]}, ValueError, "1.5"),
+    ({"prompt_token_ids": [True]}, ValueError, "True"),
+    ({"prompt_token_ids": "12"}, TypeError, "list of ids"),
+    ({"prompt_token_ids": 5}, TypeError, "list of ids"),
+    ({"token_ids": [1]}, ValueError, "unknown field 'token_ids'"),
+    ({}, ValueError, "needs"),
+    ("text", ValueError, "no tokenizer.json"),
+    (5, TypeError, "int"),
+    (None, TypeError, "NoneType"),
+]
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(("prompt", "kind", "message"), BAD_PROMPTS)
+def test_bad_prompt_among_good_ones(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt, kind, message: str
+) -> None:
+    """A bad prompt is named by its place and refused before anything is computed."""
+    monkeypatch.setattr(ModelRunner, "open", lambda *_: pytest.fail("a prompt was started"))
+    good = {"prompt_token_ids": [1, 2, 3]}
+    with pytest.raises(kind, match=rf"prompts\[1\].*{message}"):
+        llm.generate([good, prompt, good], FREE)
+
+
+def test_empty_text(text_llm: LLM) -> None:
+    """Empty text is no prompt."""
+    with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
+        text_llm.generate("")
+
+
+def test_no_prompts(llm: LLM) -> None:
+    """An empty list gives an empty list."""
+    assert llm.generate([]) == []
+
+
+def test_more_pages_than_there_are() -> None:
+    """A request that the whole store cannot hold is refused, naming the limit."""
+    llm = LLM(GOLDEN / "tiny_f32", device_pages=2, **SMALL)
+    with pytest.raises(ValueError, match=r"3 pages.*device_pages is 2"):
+        llm.generate(ids(np.full(120, 7)), SamplingParams(max_tokens=20))
+    assert_idle(llm)
+
+
+BAD_PARAMS = [
+    ({"max_tokens": 0}, ValueError, "max_tokens"),
+    ({"max_tokens": -3}, ValueError, "max_tokens"),
+    ({"max_tokens": 1.5}, ValueError, "max_tokens"),
+    ({"max_tokens": True}, ValueError, "max_tokens"),
+    ({"temperature": 0.7}, ValueError, "temperature"),
+    ({"stop_token_ids": 5}, ValueError, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, ValueError, "stop_token_ids"),
+    ({"ignore_eos": "yes"}, ValueError, "ignore_eos"),
+    ({"prompt_logprobs": -2}, ValueError, "prompt_logprobs"),
+    ({"max_new_tokens": 5}, TypeError, "max_new_tokens"),
+]
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(("fields", "kind", "message"), BAD_PARAMS)
+def test_bad_sampling_params(fields: dict, kind: type[Exception], message: str) -> None:
+    """A field out of range or unknown is refused by name."""
+    with pytest.raises(kind, match=message):
+        SamplingParams(**fields)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_params_for_another_number_of_prompts(llm: LLM) -> None:
+    """One set of parameters for all prompts, or one each."""
+    good = {"prompt_token_ids": [1]}
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate([good], [FREE, FREE])
+    with pytest.raises(TypeError, match=r"sampling_params\[0\]"):
+        llm.generate([good], [{"max_tokens": 3}])  # pyright: ignore[reportArgumentType]
+
+
+BAD_ARGUMENTS = [
+    ({"dtype": "float16"}, "dtype"),
+    ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+    ({"max_model_len": 5000}, "max_model_len 5000.*4096"),
+    ({"max_model_len": 0}, "max_model_len"),
+    ({"max_num_seqs": 0}, "max_num_seqs"),
+    ({"device_pages": -1}, "device_pages"),
+    ({"tensor_parallel_size": 3}, "'heads'.*num_attention_heads = 4"),
+    ({"tensor_parallel_size": 64}, "tensor_parallel_size"),
+    ({"latent_norm_eps": 0}, "latent_norm_eps"),
+    ({"activation_quantization": "fp8_1x128"}, "activation_quantization"),
+    ({"activation_quantization": "int4"}, "activation_quantization"),
+]
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    """An argument that cannot be honoured is refused by name."""
+    with pytest.raises(ValueError, match=message):
+        LLM(GOLDEN / "tiny_f32", **(SMALL | arguments))
+
+
+def test_models_that_are_not_there(tmp_path: Path) -> None:
+    """No directory, no config, no weights: each is told apart."""
+    with pytest.raises(FileNotFoundError, match="no-such-model"):
+        LLM("no-such-model")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        LLM(tmp_path)
+    shutil.copy(GOLDEN / "tiny_f32" / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        LLM(tmp_path)
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    """GLM-5.3-Flash is refused by name."""
+    config = json.loads((GOLDEN / "tiny_f32" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm5_next"}))
+    with pytest.raises(ValueError, match="glm5_next"):
+        LLM(tmp_path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    """A lost file is named."""
+    shutil.copytree(GOLDEN / "tiny_f32", tmp_path / "model")
+    (tmp_path / "model" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=re.escape("model-00002-of-00002.safetensors")):
+        LLM(tmp_path / "model")
+
+
+def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of a batch is raised, and the next batch runs on an empty store."""
+    golden = golden_arrays("tiny_f32")
+    prompt = ids(golden["p0_ids"])
+    decode, calls = ModelRunner.decode, []
+
+    def failing(self, slots):
+        calls.append(slots)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return decode(self, slots)
+
+    monkeypatch.setattr(ModelRunner, "decode", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llm.generate([prompt, prompt], FREE)
+    monkeypatch.undo()
+    assert_idle(llm)
+    (output,) = llm.generate(prompt, FREE)
+    assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8"])
+def test_narrow_cache_formats_answer(kv_cache_dtype: str) -> None:
+    """The trained model recalls a fact from rounded rows and keys."""
+    llm = LLM(kv_cache_dtype=kv_cache_dtype, **SMALL)
+    prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>The code of mint is 31-94.\n"
+    prompt += "What is the code of mint?<|assistant|><think>"
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=40))
+    assert "31-94" in output.outputs[0].text
+
+
+def test_fp8_weights_with_the_drafts_layer() -> None:
+    """A block-FP8 checkpoint with an MTP layer gives its golden tokens."""
+    golden = golden_arrays("tiny_fp8")
+    llm = LLM(GOLDEN / "tiny_fp8", **SMALL)
+    (output,) = llm.generate(ids(golden["p0_ids"]), FREE)
+    assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
