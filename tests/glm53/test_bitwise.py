@@ -4,6 +4,8 @@ However a sequence is cut into chunks, decoded, padded, and batched with others,
 logits are the same bits as in one prefill of the whole sequence.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -122,7 +124,7 @@ def test_trained_model_over_several_key_blocks(tiny) -> None:
     """The same with a trained model, whose context spans several blocks of index keys."""
     config, params = tiny
     tokens = random_tokens(config, 1200, seed=7)
-    options = {"rows_per_device": 64, "max_model_len": 2048, "max_sequences": 2}
+    options: dict[str, Any] = {"rows_per_device": 64, "max_model_len": 2048, "max_sequences": 2}
     whole, chunked = Session(config, params, **options), Session(config, params, **options)
     whole.open(0, len(tokens))
     expected = np.asarray(whole.append({0: tokens}, rows=1216).logits)[0]

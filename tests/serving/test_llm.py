@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -15,7 +16,7 @@ from glm53.checkpoint import CheckpointError
 from serving.model_runner import ModelRunner
 from tests.support import GOLDEN, golden_arrays
 
-SMALL = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 256}
 FREE = SamplingParams(max_tokens=32, ignore_eos=True)
 
 
@@ -322,7 +323,8 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8"])
 def test_narrow_cache_formats_answer(kv_cache_dtype: str) -> None:
     """The trained model recalls a fact from rounded rows and keys."""
-    llm = LLM(kv_cache_dtype=kv_cache_dtype, **SMALL)
+    options: dict[str, Any] = SMALL | {"kv_cache_dtype": kv_cache_dtype}
+    llm = LLM(**options)
     prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>The code of mint is 31-94.\n"
     prompt += "What is the code of mint?<|assistant|><think>"
     (output,) = llm.generate(prompt, SamplingParams(max_tokens=40))
