@@ -1,0 +1,37 @@
+"""What the documentation shows is run, and what it links to is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import GOLDEN
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_example(block: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A page's Python example runs, and prints what a comment behind a `print` promises."""
+    block = block.replace("path/to/checkpoint", str(GOLDEN / "tiny_fp8"))
+    block = block.replace("path/to/new-directory", str(tmp_path / "new"))
+    exec(compile(block, "example", "exec"), {})
+    printed = capsys.readouterr().out
+    for promised in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
+        assert promised in printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths(page: Path) -> None:
+    """Links between pages, and files named in the text, exist."""
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for target in re.findall(r"`((?:glm53|kvcache|pallas_kernels|serving|tests)/[\w/.]*)`", text):
+        assert (ROOT / target).exists(), target
