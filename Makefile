@@ -2,8 +2,8 @@
 .PHONY: help setup demo test lint types format lock clean
 
 BIN := .venv/bin
-# One process: XLA compiles on several cores by itself, and two workers on two cores were slower.
-PYTEST_ARGS ?=
+# Two processes, since compiling a step takes one core; a file's tests share what they compiled.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -98,10 +98,11 @@ class Forward:
         self.first_position = position_lag
         self.device = lax.axis_index(MESH_AXIS)
         self.positions = rows.flat_positions
-        tables = rows.flat_tables
+        self.tables = rows.flat_tables
         page_index = jnp.maximum(self.positions, 0) // geometry.rows_per_page
-        self.tables = tables
-        self.pages = jnp.take_along_axis(tables, page_index[:, None], axis=1)[:, 0]
+        self.pages = jnp.take_along_axis(
+            self.tables, page_index[:, None], axis=1, mode="fill", fill_value=-1
+        )[:, 0]
         self.cos, self.sin = map_row_tiles(
             lambda positions: rope_angles(positions, config.rope_theta, config.qk_rope_head_dim),
             jnp.maximum(self.positions - position_lag, 0),

@@ -1,6 +1,6 @@
 import dataclasses
 import functools
-import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,9 +95,14 @@ class Transitions:
         self.assign = jit(assign, assigned, (specs, EVERYWHERE), (0, 1))
         self.locate = jit(locate, (specs, EVERYWHERE, EVERYWHERE), PartitionSpec(MESH_AXIS))
 
-    def empty(self) -> tuple[KVStore, SequenceState]:
+    @functools.cached_property
+    def created(self) -> tuple[KVStore, SequenceState]:
         sequences = SequenceState.create(self.geometry, 8, jnp.float32, self.mesh)
         return KVStore.create(self.geometry, self.mesh), sequences
+
+    def empty(self) -> tuple[KVStore, SequenceState]:
+        """Returns an empty state that may be donated."""
+        return jax.tree.map(jnp.copy, self.created)
 
 
 @functools.cache
@@ -237,14 +242,14 @@ class StoreMachine(RuleBasedStateMachine):
         positions = np.arange(MAX_PAGES * geometry.rows_per_page + 2, dtype=np.int32)
         all_positions = np.broadcast_to(positions, (SLOTS, positions.size))
         located = np.asarray(self.run.locate(self.store, self.sequences.block_table, all_positions))
-        for slot, position in itertools.product(range(SLOTS), positions.tolist()):
-            expected = [-1] * num_devices
-            table = self.tables.get(slot, [])
-            if position < len(table) * geometry.rows_per_page:
-                place = self.pool.device_page(table[position // geometry.rows_per_page])
-                row = position % geometry.rows_per_page // num_devices
-                expected[position % num_devices] = place * ROWS_PER_DEVICE + row
-            assert located[:, slot, position].tolist() == expected
+        expected = np.full_like(located, -1)
+        for slot, table in self.tables.items():
+            owned = positions[: len(table) * geometry.rows_per_page]
+            places = np.asarray([self.pool.device_page(page) for page in table])
+            rows = owned % geometry.rows_per_page // num_devices
+            rows += places[owned // geometry.rows_per_page] * ROWS_PER_DEVICE
+            expected[owned % num_devices, slot, owned] = rows
+        np.testing.assert_array_equal(located, expected)
         shards = {
             shard.index[2].start or 0: raw(shard.data)
             for shard in self.store.slab.addressable_shards
@@ -265,15 +270,14 @@ class StoreMachine(RuleBasedStateMachine):
 def test_stored_bytes(num_devices: int, kind: RowKind) -> None:
     """A row lost, misplaced or overwritten by another sequence's, by padding or by a draft."""
     machine = type("Machine", (StoreMachine,), {"num_devices": num_devices, "kind": kind})
-    run_state_machine_as_test(machine, settings=settings(max_examples=8, stateful_step_count=20))
+    run_state_machine_as_test(machine, settings=settings(max_examples=10, stateful_step_count=20))
 
 
 def test_fields_have_buffers_of_their_own() -> None:
     """Two fields in one buffer, which cannot be donated twice."""
-    store, sequences = transitions(2, "fp8").empty()
     buffers = [
         shard.data.unsafe_buffer_pointer()
-        for leaf in jax.tree.leaves((store, sequences))
+        for leaf in jax.tree.leaves(transitions(2, "fp8").created)
         for shard in leaf.addressable_shards
     ]
     assert len(set(buffers)) == len(buffers)
@@ -354,23 +358,22 @@ IN_PLACE = {
 }
 
 
-def large_operations(hlo: str, least_elements: int) -> Iterator[str]:
-    """Yields what else gives arrays of that size, in any computation, loop bodies included."""
+def large_operations(hlo: str, least_elements: int) -> Iterator[tuple[str, str]]:
+    """Yields what gives arrays of that size, in any computation, loop bodies included."""
+    result = re.compile(r"\s*(?:ROOT )?%?[\w.-]+ = \(?\w+\[([\d,]*)\]\S* (?:.*?\) )?([\w-]+)\(")
     for line in hlo.splitlines():
-        found = re.match(
-            r"\s*(?:ROOT )?%?[\w.-]+ = \(?\w+\[([\d,]*)\]\S* (?:.*?\) )?([\w-]+)\(", line
-        )
-        if not found or found[2] in IN_PLACE:
-            continue
-        if np.prod([int(size) for size in found[1].split(",") if size]) >= least_elements:
-            yield line.strip()[:160]
+        found = result.match(line)
+        if found and math.prod(map(int, filter(None, found[1].split(",")))) >= least_elements:
+            yield found[2], line.strip()[:160]
 
 
 def check_in_place(compiled: jax.stages.Compiled, store: KVStore) -> None:
     """Asserts that a compiled step updates the store's arrays where they lie."""
     arrays = [store.slab.addressable_shards[0].data, store.index_keys.addressable_shards[0].data]
-    smallest = min(array.size for array in arrays)
-    assert not list(large_operations(compiled.as_text() or "", smallest))
+    hlo, smallest = compiled.as_text() or "", min(array.size for array in arrays)
+    operations = list(large_operations(hlo, smallest))
+    assert {"parameter", "scatter"} <= {name for name, _ in operations}
+    assert not [line for name, line in operations if name not in IN_PLACE]
     memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(array.nbytes for array in arrays)
     assert memory.temp_size_in_bytes < min(array.nbytes for array in arrays) / 2
@@ -401,8 +404,16 @@ def test_append_is_in_place(num_devices: int, kind: RowKind) -> None:
 
 
 def make_session(num_devices: int, kind: RowKind) -> Session:
-    """Returns a session whose slab is far larger than the rest of a step."""
-    config = preset("test-small").replace(compute_dtype="float32")
+    """Returns a session whose slab is far larger than the rest of a step.
+
+    The model has a scanned pattern of layers and a last layer on its own, after which only a data
+    dependency keeps the MTP layer's writes behind the trunk's reads.
+    """
+    config = preset("test-small").replace(
+        num_hidden_layers=4,
+        indexer_types=("full", "full", "full", "shared"),
+        mlp_layer_types=("dense", "sparse", "sparse", "sparse"),
+    )
     _, shapes = abstract_model(config)
     return Session(
         config,
