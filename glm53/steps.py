@@ -159,9 +159,13 @@ class Steps:
         flat, store, traced = forward.trunk(store, batch.token_ids.reshape(-1), trace)
         hidden = flat.reshape(*batch.token_ids.shape, -1)
         if self.with_mtp:
-            before = jnp.concatenate(
-                [sequences.last_hidden[slots][:, None], hidden[:, :-1]], axis=1
-            )
+            # Row i of `before` is the hidden state before row i. A gather, so that the MTP layer's
+            # writes wait for the trunk's reads even where a group has one row: else XLA copies
+            # the store.
+            states = jnp.concatenate([sequences.last_hidden[slots][:, None], hidden], axis=1)
+            offsets = jnp.arange(batch.token_ids.shape[1])
+            previous = jnp.minimum(offsets, batch.num_rows[:, None])
+            before = jnp.take_along_axis(states, previous[..., None], axis=1)
             mtp_rows = dataclasses.replace(
                 rows, positions=jnp.where(rows.positions > 0, rows.positions, -1)
             )

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class GenerationLoop:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Request]:
+    def run(self, requests: Sequence[Request]) -> Generator[Request]:
         """Finishes all requests.
 
         Yields:

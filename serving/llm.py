@@ -1,5 +1,6 @@
 """The offline entry point: a model, and a list of prompts to continue."""
 
+import contextlib
 import importlib.resources
 import itertools
 import logging
@@ -151,8 +152,11 @@ class LLM:
             for number, (prompt, param) in enumerate(zip(prompts, params, strict=True))
         ]
         hidden = not (use_tqdm and sys.stderr.isatty())
-        with tqdm(total=len(jobs), desc="Processed prompts", disable=hidden) as progress:
-            for _ in self._loop.run([job.request for job in jobs]):
+        # Closed here, so that an interruption cannot leave pages in use.
+        finished = contextlib.closing(self._loop.run([job.request for job in jobs]))
+        progress = tqdm(total=len(jobs), desc="Processed prompts", disable=hidden)
+        with finished as requests, progress:
+            for _ in requests:
                 progress.update()
         return [self._output(job) for job in jobs]
 

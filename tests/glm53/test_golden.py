@@ -41,12 +41,11 @@ def greedy(session: Session, slot: int, first: int, count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("kit", "prompt"), TRUNK)
-def test_trunk(kit: str, prompt: str) -> None:
+def check_trunk(kit: str, prompt: str, num_devices: int) -> None:
     """Every position's logits, each full layer's selection, and 32 greedy tokens."""
     golden, config = golden_arrays(kit), golden_config(kit)
     ids = golden[f"{prompt}_ids"]
-    run = session(kit)
+    run = session(kit, num_devices)
     run.open(2, len(ids) + 32)
     output = run.append({2: ids}, rows=ROWS, trace=True)
     logits = np.asarray(output.logits)[0, : len(ids)]
@@ -57,6 +56,12 @@ def test_trunk(kit: str, prompt: str) -> None:
     np.testing.assert_array_equal(selected, golden[f"{prompt}_e5_topk"])
     tokens = greedy(run, 2, int(output.next_token[0]), 32)
     assert tokens == golden[f"{prompt}_e5_greedy"].tolist()
+
+
+@pytest.mark.parametrize(("kit", "prompt"), TRUNK)
+def test_trunk(kit: str, prompt: str) -> None:
+    """Logits, selections and tokens on one device."""
+    check_trunk(kit, prompt, 1)
 
 
 def test_hidden_states() -> None:
@@ -180,19 +185,7 @@ def test_first_draft_step_at_every_position(kit: str, prompt: str) -> None:
 )
 def test_several_devices(kit: str, prompt: str, num_devices: int) -> None:
     """A mesh gives the same selections and tokens, also where FP8 blocks straddle devices."""
-    golden, config = golden_arrays(kit), golden_config(kit)
-    ids = golden[f"{prompt}_ids"]
-    run = session(kit, num_devices)
-    run.open(2, len(ids) + 32)
-    output = run.append({2: ids}, rows=ROWS, trace=True)
-    logits = np.asarray(output.logits)[0, : len(ids)]
-    np.testing.assert_allclose(logits, golden[f"{prompt}_e5_logits"], rtol=0, atol=LOGITS_ATOL)
-    full = [layer for layer, kind in enumerate(config.indexer_types) if kind == "full"]
-    assert output.trace is not None
-    selected = np.asarray(output.trace.selected)[full, : len(ids)]
-    np.testing.assert_array_equal(selected, golden[f"{prompt}_e5_topk"])
-    tokens = greedy(run, 2, int(output.next_token[0]), 32)
-    assert tokens == golden[f"{prompt}_e5_greedy"].tolist()
+    check_trunk(kit, prompt, num_devices)
 
 
 def test_drafts_on_several_devices() -> None:

@@ -320,6 +320,22 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
     assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
 
 
+def test_interruption(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control-C between two results leaves no page in use."""
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    prompts = [ids(golden_arrays("tiny_f32")["p0_ids"])] * 2
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=8)]
+    monkeypatch.setattr("serving.llm.tqdm.update", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        llm.generate(prompts, params)
+    # The traceback, which holds the frames, is still alive here.
+    assert caught.tb is not None
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8"])
 def test_narrow_cache_formats_answer(kv_cache_dtype: str) -> None:
     """The trained model recalls a fact from rounded rows and keys."""
