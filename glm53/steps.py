@@ -179,7 +179,8 @@ class Steps:
         else:
             logits = last_logits = forward.logits(last_hidden)
         next_token = jnp.argmax(last_logits, axis=-1).astype(jnp.int32)
-        target = jnp.where(batch.slots >= 0, batch.slots, sequences.length.shape[0])
+        counted = (batch.slots >= 0) & (batch.num_rows > 0)
+        target = jnp.where(counted, batch.slots, sequences.length.shape[0])
         sequences = dataclasses.replace(
             sequences,
             length=sequences.length.at[target].add(batch.num_rows, mode="drop"),

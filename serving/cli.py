@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         return options.run(options)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"glm53: {error}", file=sys.stderr)
         return 2
 

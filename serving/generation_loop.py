@@ -66,10 +66,14 @@ class GenerationLoop:
         waiting = collections.deque(requests)
         running: dict[int, Request] = {}
         free_slots = list(range(self._runner.geometry.max_sequences - 1, -1, -1))
+        if not self._runner.usable:
+            self._runner.reset()
         done = False
         try:
             while waiting or running:
-                while waiting and free_slots and self._admit(waiting[0], free_slots[-1]):
+                while waiting and free_slots:
+                    if not self._admit(waiting[0], free_slots[-1], alone=not running):
+                        break
                     running[free_slots.pop()] = waiting.popleft()
                 if running:
                     self._decode(running)
@@ -82,11 +86,17 @@ class GenerationLoop:
             if not done:
                 self._runner.reset()
 
-    def _admit(self, request: Request, slot: int) -> bool:
-        """Computes a request's prompt and first token, if there are pages for all of it."""
+    def _admit(self, request: Request, slot: int, alone: bool) -> bool:
+        """Computes a request's prompt and first token, if there are pages for all of it.
+
+        Raises:
+            OutOfPagesError: there are too few, and no other request runs that will free some.
+        """
         try:
             self._runner.open(slot, request.most_cached_tokens)
         except OutOfPagesError:
+            if alone:
+                raise
             return False
         wanted = request.on_logits is not None
         next_token = None

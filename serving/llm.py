@@ -1,6 +1,7 @@
 """The offline entry point: a model, and a list of prompts to continue."""
 
 import contextlib
+import dataclasses
 import importlib.resources
 import itertools
 import logging
@@ -53,7 +54,7 @@ def model_path(model: str | Path) -> Path:
 
 
 class LLM:
-    """A loaded model with its KV store.
+    """A loaded model with its KV store, for one call at a time.
 
     Args:
         model: "tiny", which is built in, or a checkpoint directory.
@@ -67,8 +68,8 @@ class LLM:
         tensor_parallel_size: devices to shard the model and the store over.
         max_num_seqs: most sequences that decode together.
         max_num_batched_tokens: most prompt tokens of one step.
-        device_pages: pages of the store. None takes what fits: 92% of the accelerator's memory, or
-            1 GiB on a CPU.
+        device_pages: pages of the store. None takes what fits: 92% of the memory that JAX may use
+            of each accelerator, less the weights; 1 GiB a device on a CPU.
 
     Raises:
         FileNotFoundError: the model is not there.
@@ -90,14 +91,12 @@ class LLM:
         max_num_batched_tokens: int = 512,
         device_pages: int | None = None,
     ) -> None:
-        for name, value in (
-            ("tensor_parallel_size", tensor_parallel_size),
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_model_len", max_model_len),
-            ("device_pages", device_pages),
-        ):
-            _check_count(name, value)
+        _check_count("tensor_parallel_size", tensor_parallel_size)
+        _check_count("max_num_seqs", max_num_seqs)
+        _check_count("max_num_batched_tokens", max_num_batched_tokens)
+        for name, value in (("max_model_len", max_model_len), ("device_pages", device_pages)):
+            if value is not None:
+                _check_count(name, value)
         path = model_path(model)
         mesh = make_mesh(tensor_parallel_size)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -106,21 +105,23 @@ class LLM:
             config, dtype, latent_norm_eps, activation_quantization, on_cpu
         )
         self.max_model_len = _resolve_max_model_len(config, max_model_len)
+        # Whatever can be refused is, before the weights are read.
+        one_page = kv_geometry(
+            self.config,
+            row_kind=_resolve_row_kind(kv_cache_dtype, self.config.compute_dtype),
+            device_pages=1,
+            max_model_len=self.max_model_len,
+            max_sequences=max_num_seqs,
+            num_devices=mesh.size,
+        )
+        has_tokenizer = (path / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
         graph, _ = abstract_model(self.config)
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
-        geometry = _resolve_geometry(
-            self.config,
-            _resolve_row_kind(kv_cache_dtype, self.config.compute_dtype),
-            device_pages,
-            self.max_model_len,
-            max_num_seqs,
-            mesh,
-        )
+        geometry = _resolve_geometry(one_page, device_pages, mesh)
         buckets = Buckets.for_geometry(geometry, max_num_batched_tokens)
         self._runner = ModelRunner(self.config, graph, params, geometry, mesh, buckets)
         self._loop = GenerationLoop(self._runner)
-        has_tokenizer = (path / "tokenizer.json").is_file()
-        self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
         self._request_numbers = itertools.count()
 
     def generate(
@@ -146,6 +147,8 @@ class LLM:
         """
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
+        if not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
         params = _spread_params(sampling_params, len(prompts))
         jobs = [
             self._prepare(number, prompt, param)
@@ -183,7 +186,7 @@ class LLM:
                 [int(token) for token in token_ids],
                 params,
                 room if params.max_tokens is None else min(params.max_tokens, room),
-                frozenset(eos) | frozenset(params.stop_token_ids),
+                frozenset(eos) | frozenset(params.stop_token_ids or ()),
             ),
         )
         needed = self._runner.geometry.pages_for(job.request.most_cached_tokens)
@@ -203,11 +206,14 @@ class LLM:
             raise TypeError(f"{where} must be text or a dict, got {type(prompt).__name__}")
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
         if unknown:
-            raise ValueError(f"{where} has unknown field {sorted(unknown)[0]!r}")
+            raise ValueError(f"{where} has unknown field {min(unknown, key=str)!r}")
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if token_ids is not None:
-            if isinstance(token_ids, str) or not isinstance(token_ids, Sequence | np.ndarray):
+            is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim == 1
+            if not is_array and not isinstance(token_ids, list | tuple):
                 raise TypeError(f"{where}: prompt_token_ids must be a list of ids")
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{where}: prompt must be text, got {type(text).__name__}")
             return text, list(token_ids)
         if not isinstance(text, str):
             raise ValueError(f"{where} needs 'prompt' text or 'prompt_token_ids'")
@@ -215,7 +221,10 @@ class LLM:
             raise ValueError(
                 f"{where} is text, but the model has no tokenizer.json: pass prompt_token_ids"
             )
-        return text, self.tokenizer.encode(text)
+        try:
+            return text, self.tokenizer.encode(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} is not valid Unicode: {error}") from error
 
     def _logprob_collector(self, job: "_Job", count: int) -> Callable[[np.ndarray], None]:
         """A sink for the logits of a prompt's chunks; row i tells of token i + 1."""
@@ -240,7 +249,9 @@ class LLM:
         ids, reason = request.output_ids, request.finish_reason
         assert reason is not None
         stopped = reason == "stop"
-        stopped_by = ids[-1] if stopped and ids[-1] in request.params.stop_token_ids else None
+        stopped_by = (
+            ids[-1] if stopped and ids[-1] in (request.params.stop_token_ids or ()) else None
+        )
         shown = ids[:-1] if stopped else ids
         text = self.tokenizer.decode(shown) if self.tokenizer is not None else ""
         return RequestOutput(
@@ -262,7 +273,7 @@ class _Job:
 
 
 def _check_count(name: str, value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
@@ -302,7 +313,7 @@ def _resolve_numerics(
         activation_quantization = "fp8_1x128" if quantize else "none"
     return config.replace(
         compute_dtype=dtype,
-        latent_norm_eps=config.rms_norm_eps if latent_norm_eps is None else latent_norm_eps,
+        latent_norm_eps=config.latent_norm_eps if latent_norm_eps is None else latent_norm_eps,
         activation_quantization=activation_quantization,
     )
 
@@ -324,45 +335,25 @@ def _resolve_row_kind(kv_cache_dtype: str, compute_dtype: str) -> RowKind:
     raise ValueError(f"kv_cache_dtype must be 'auto' or one of {ROW_KINDS}, got {kv_cache_dtype!r}")
 
 
-def _resolve_geometry(
-    config: GLMConfig,
-    row_kind: RowKind,
-    device_pages: int | None,
-    max_model_len: int,
-    max_sequences: int,
-    mesh: Mesh,
-) -> KVGeometry:
-    """The store's sizes; `device_pages` None is as many as memory and `max_sequences` can use."""
-
-    def sized(pages: int) -> KVGeometry:
-        return kv_geometry(
-            config,
-            row_kind=row_kind,
-            device_pages=pages,
-            max_model_len=max_model_len,
-            max_sequences=max_sequences,
-            num_devices=mesh.size,
-        )
-
-    smallest = sized(1)
+def _resolve_geometry(one_page: KVGeometry, device_pages: int | None, mesh: Mesh) -> KVGeometry:
+    """The store's sizes; `device_pages` None is as many as memory and all sequences can use."""
+    page_bytes = one_page.page_bytes + one_page.index_page_bytes
     if device_pages is None:
-        page_bytes = smallest.page_bytes + smallest.index_page_bytes
+        needed = one_page.max_pages_per_sequence
         fitting = sum(_free_bytes(device) for device in mesh.devices.flat) // page_bytes
-        device_pages = min(fitting, max_sequences * smallest.max_pages_per_sequence)
-        if device_pages < smallest.max_pages_per_sequence:
+        device_pages = min(fitting, one_page.max_sequences * needed)
+        if device_pages < needed:
             raise ValueError(
-                f"memory for {device_pages} pages is less than the "
-                f"{smallest.max_pages_per_sequence} that max_model_len {max_model_len} needs: "
-                "lower max_model_len"
+                f"memory for {device_pages} pages is less than the {needed} that max_model_len "
+                "needs: lower max_model_len"
             )
-    geometry = sized(device_pages)
     logger.info(
         "KV store: %d pages of %d tokens, %.2f GiB",
-        geometry.device_pages,
-        geometry.rows_per_page,
-        device_pages * (geometry.page_bytes + geometry.index_page_bytes) / 2**30,
+        device_pages,
+        one_page.rows_per_page,
+        device_pages * page_bytes / 2**30,
     )
-    return geometry
+    return dataclasses.replace(one_page, num_pages=device_pages, device_pages=device_pages)
 
 
 def _free_bytes(device: Any) -> int:

@@ -53,17 +53,28 @@ class ModelRunner:
         self.config, self.geometry = config, geometry
         self._params, self._mesh, self._buckets = params, mesh, buckets
         self._steps = Steps(config, geometry, mesh, graph, params)
-        self.reset()
+        self._start_empty()
 
     def reset(self) -> None:
         """Forgets all sequences and builds an empty store, as after a step that failed."""
+        # Given up first: memory may not hold a second store.
+        for array in jax.tree.leaves((self._store, self._sequences)):
+            array.delete()
+        self._start_empty()
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a store: a reset may have failed for want of memory."""
+        return not any(array.is_deleted() for array in jax.tree.leaves(self._store))
+
+    def _start_empty(self) -> None:
+        self.pool = PagePool(self.geometry)
+        self._pages: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
         self._store = KVStore.create(self.geometry, self._mesh)
         self._sequences = SequenceState.create(
             self.geometry, self.config.hidden_size, self.config.compute_dtype, self._mesh
         )
-        self.pool = PagePool(self.geometry)
-        self._pages: dict[int, list[int]] = {}
-        self._lengths: dict[int, int] = {}
 
     def open(self, slot: int, num_tokens: int) -> None:
         """Starts an empty sequence with room for `num_tokens` tokens.

@@ -23,7 +23,7 @@ class SamplingParams:
 
     temperature: float = 0.0
     max_tokens: int | None = 16
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
 
@@ -34,8 +34,8 @@ class SamplingParams:
             raise ValueError(
                 f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}"
             )
-        if isinstance(self.stop_token_ids, list):
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.stop_token_ids is None or isinstance(self.stop_token_ids, list):
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if not isinstance(self.stop_token_ids, tuple) or not all(
             _is_int(token, least=0) for token in self.stop_token_ids
         ):

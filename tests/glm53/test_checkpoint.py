@@ -48,6 +48,7 @@ Tensors = dict[str, np.ndarray]
 
 @functools.cache
 def drawn_tensors(config: GLMConfig) -> Tensors:
+    """Random tensors of a checkpoint."""
     rng = np.random.default_rng(0)
     tensors = {}
     for spec in tensor_inventory(config):
@@ -57,7 +58,7 @@ def drawn_tensors(config: GLMConfig) -> Tensors:
 
 
 def make_tensors(config: GLMConfig) -> Tensors:
-    """Random tensors of a checkpoint, to be changed at will."""
+    """Random tensors of a checkpoint, in a dictionary that may be changed."""
     return dict(drawn_tensors(config))
 
 
@@ -138,12 +139,9 @@ def check_parameters(params: nnx.State, tensors: Tensors, config: GLMConfig) -> 
         path, place = place_of(name, config)
         kept = path[-1] in ("scale", "e_score_correction_bias")
         if tensor.dtype != DTYPES["F8_E4M3"]:
-            tensor = tensor.astype(np.float32 if kept else DTYPES_OF_COMPUTE[config.compute_dtype])
+            tensor = tensor.astype("float32" if kept else jnp.dtype(config.compute_dtype))
         assert arrays[path].dtype == tensor.dtype, name
         assert arrays[path][place].tobytes() == tensor.tobytes(), name
-
-
-DTYPES_OF_COMPUTE = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 @pytest.mark.parametrize(

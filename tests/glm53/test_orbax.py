@@ -109,7 +109,7 @@ def test_existing_directory(saved: dict[GLMConfig, Path], tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     for path in (saved[F32], tmp_path, tmp_path / "file"):
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(FileExistsError, match=path.name):
+        with pytest.raises(FileExistsError, match=f"{path.name} exists; choose"):
             save_orbax(path, F32, make_params(F32, 1))
         assert sorted(tmp_path.rglob("*")) == before
     check_equal(load_orbax(saved[F32], F32, make_mesh()), make_params(F32, 1))

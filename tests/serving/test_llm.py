@@ -178,6 +178,10 @@ BAD_PROMPTS = [
     ({"prompt_token_ids": [True]}, ValueError, "True"),
     ({"prompt_token_ids": "12"}, TypeError, "list of ids"),
     ({"prompt_token_ids": 5}, TypeError, "list of ids"),
+    ({"prompt_token_ids": b"abc"}, TypeError, "list of ids"),
+    ({"prompt_token_ids": np.array(3)}, TypeError, "list of ids"),
+    ({"prompt_token_ids": [1], "prompt": 5}, TypeError, "must be text"),
+    ({1: 2, "x": 3}, ValueError, "unknown field 1"),
     ({"token_ids": [1]}, ValueError, "unknown field 'token_ids'"),
     ({}, ValueError, "needs"),
     ("text", ValueError, "no tokenizer.json"),
@@ -198,10 +202,30 @@ def test_bad_prompt_among_good_ones(
         llm.generate([good, prompt, good], FREE)
 
 
-def test_empty_text(text_llm: LLM) -> None:
-    """Empty text is no prompt."""
+def test_text_that_is_none(text_llm: LLM) -> None:
+    """Empty text and lone surrogates are no prompts."""
     with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
         text_llm.generate("")
+    with pytest.raises(ValueError, match=r"prompts\[1\] is not valid Unicode"):
+        text_llm.generate(["good", "bad \ud800"])
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_prompts_that_are_no_list(llm: LLM) -> None:
+    """A generator or a number in place of the list."""
+    for prompts in (5, iter([{"prompt_token_ids": [1]}])):
+        with pytest.raises(TypeError, match="prompts must be"):
+            llm.generate(prompts)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A format that does not fit the model costs no loading."""
+    monkeypatch.setattr("serving.llm.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="max_model_len"):
+        LLM(GOLDEN / "tiny_f32", max_model_len=10**6)
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        LLM(GOLDEN / "tiny_f32", kv_cache_dtype="int8")  # pyright: ignore[reportArgumentType]
 
 
 def test_no_prompts(llm: LLM) -> None:
@@ -255,6 +279,9 @@ BAD_ARGUMENTS = [
     ({"max_model_len": 5000}, "max_model_len 5000.*4096"),
     ({"max_model_len": 0}, "max_model_len"),
     ({"max_num_seqs": 0}, "max_num_seqs"),
+    ({"max_num_seqs": None}, "max_num_seqs"),
+    ({"max_num_batched_tokens": None}, "max_num_batched_tokens"),
+    ({"tensor_parallel_size": None}, "tensor_parallel_size"),
     ({"device_pages": -1}, "device_pages"),
     ({"tensor_parallel_size": 3}, "'heads'.*num_attention_heads = 4"),
     ({"tensor_parallel_size": 64}, "tensor_parallel_size"),
@@ -318,6 +345,24 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
     assert_idle(llm)
     (output,) = llm.generate(prompt, FREE)
     assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
+
+
+def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the store cannot be built anew either, a later call still starts from an empty one."""
+    golden = golden_arrays("tiny_f32")
+    prompt = ids(golden["p0_ids"])
+
+    def fail(*_, **__) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(ModelRunner, "decode", fail)
+    monkeypatch.setattr("serving.model_runner.KVStore.create", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        llm.generate(prompt, FREE)
+    monkeypatch.undo()
+    (output,) = llm.generate(prompt, FREE)
+    assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
+    assert_idle(llm)
 
 
 def test_interruption(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
