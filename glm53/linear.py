@@ -30,26 +30,35 @@ def matmul(
     rows: Float[Array, "*rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "*rows outputs"]:
     """Product of rows and a matrix stored output-major, accumulated in float32."""
-    dims = (((rows.ndim - 1,), (1,)), ((), ()))
+    return lax.platform_dependent(rows, matrix, cpu=_cpu_product, default=_product)
 
-    def product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            rows,
-            matrix,
-            dims,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
 
-    if rows.dtype == matrix.dtype == jnp.float32:
-        return product(rows, matrix)
-    # XLA:CPU lacks some products of bfloat16; in float32 they have the same exact terms.
-    return lax.platform_dependent(
+def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    return lax.dot_general(
         rows,
         matrix,
-        cpu=lambda rows, matrix: product(rows.astype(jnp.float32), matrix.astype(jnp.float32)),
-        default=product,
+        (((rows.ndim - 1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
+
+
+def _cpu_product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """The product as XLA:CPU does it best: the matrix first, which is then not packed anew.
+
+    It takes half the time or less. The barriers keep XLA from turning it back. In float32, because
+    some products of bfloat16 are missing; the terms are the same exact ones.
+    """
+    inputs = rows.shape[-1]
+    columns = lax.optimization_barrier(rows.reshape(-1, inputs).astype(jnp.float32).T)
+    product = lax.dot_general(
+        matrix.astype(jnp.float32),
+        columns,
+        (((1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return lax.optimization_barrier(product).T.reshape(*rows.shape[:-1], -1)
 
 
 class Linear(nnx.Module):

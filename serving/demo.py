@@ -4,7 +4,8 @@ import json
 import time
 
 from glm53 import chat
-from serving.llm import BUILT_IN_MODEL, LLM, model_path
+from serving.engine_options import BUILT_IN_MODEL, model_path
+from serving.llm import LLM
 from serving.sampling_params import SamplingParams
 
 _DOCUMENT = "8000-0"
@@ -22,7 +23,7 @@ def main() -> None:
     llm = LLM(BUILT_IN_MODEL, max_num_seqs=1, max_model_len=16384)
     print("Compiling and reading the document. The first time this takes a minute or two.")
     start = time.perf_counter()
-    (output,) = llm.generate(prompt, SamplingParams(max_tokens=32))
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=32))
     seconds = time.perf_counter() - start
     answer = chat.parse(output.outputs[0].text)
 

@@ -1,7 +1,7 @@
 """The device side of generation: the store, the sequences in it, and the steps over them."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,18 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from glm53.config import GLMConfig
-from glm53.steps import PrefillBatch, Steps
+from glm53.steps import PrefillBatch, StepOutput, Steps
 from kvcache.geometry import KVGeometry
 from kvcache.page_pool import PagePool
 from kvcache.sequence_state import SequenceState, assign_slot
 from kvcache.store import KVStore, map_pages
 from serving.buckets import Buckets, fit
+from serving.outputs import TokenLogprobs
+from serving.request import Continuation
+from serving.sampling.logprobs import top_logprobs
+from serving.sampling.sampler import Sampler
+from serving.sampling.state import SamplingState
+from serving.sampling_params import MAX_LOGPROBS
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -36,6 +42,15 @@ def _open_slot(
 class ModelRunner:
     """Runs steps for sequences in numbered slots; all their pages are reserved at the start.
 
+    Args:
+        config: the model.
+        graph: its structure.
+        params: its parameters.
+        geometry: sizes of the store.
+        mesh: where everything is.
+        buckets: shapes of the steps.
+        decode_token: gives a token's text, or None without a tokenizer.
+
     Attributes:
         geometry: sizes of the store.
         pool: pages in use.
@@ -49,16 +64,19 @@ class ModelRunner:
         geometry: KVGeometry,
         mesh: Mesh,
         buckets: Buckets,
+        decode_token: Callable[[int], str] | None,
     ) -> None:
         self.config, self.geometry = config, geometry
         self._params, self._mesh, self._buckets = params, mesh, buckets
+        self._decode_token = decode_token
         self._steps = Steps(config, geometry, mesh, graph, params)
+        self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
         self._start_empty()
 
     def reset(self) -> None:
         """Forgets all sequences and builds an empty store, as after a step that failed."""
         # Given up first: memory may not hold a second store.
-        for array in jax.tree.leaves((self._store, self._sequences)):
+        for array in jax.tree.leaves((self._store, self._sequences, self._sampling)):
             array.delete()
         self._start_empty()
 
@@ -75,18 +93,22 @@ class ModelRunner:
         self._sequences = SequenceState.create(
             self.geometry, self.config.hidden_size, self.config.compute_dtype, self._mesh
         )
+        self._sampling = SamplingState.create(
+            self.geometry.max_sequences, self.config.vocab_size, self._mesh
+        )
 
-    def open(self, slot: int, num_tokens: int) -> None:
-        """Starts an empty sequence with room for `num_tokens` tokens.
+    def open(self, slot: int, sequence: Continuation) -> None:
+        """Starts a sequence, with nothing computed and room for all of it.
 
         Raises:
             OutOfPagesError: the pool has too few free pages.
         """
-        pages = self.pool.allocate(self.geometry.pages_for(num_tokens))
+        pages = self.pool.allocate(self.geometry.pages_for(sequence.most_cached_tokens))
         table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
         places = table.copy()
         table[: len(pages)] = pages
         places[: len(pages)] = [self.pool.device_page(page) for page in pages]
+        self._pages[slot], self._lengths[slot] = pages, 0
         self._store, self._sequences = _open_slot(
             self._store,
             self._sequences,
@@ -94,61 +116,120 @@ class ModelRunner:
             jnp.asarray(table),
             jnp.asarray(places),
         )
-        self._pages[slot], self._lengths[slot] = pages, 0
+        if sequence.sampling is not None:
+            self._sampling = self._sampler.assign(self._sampling, slot, sequence.sampling)
 
     def close(self, slot: int) -> None:
         """Ends a sequence and frees its pages."""
         self.pool.release(self._pages.pop(slot))
         del self._lengths[slot]
 
-    def prefill(
-        self, slot: int, token_ids: Sequence[int], all_logits: bool = False
-    ) -> Iterator[tuple[int, np.ndarray | None]]:
-        """Appends tokens to a sequence, a chunk a step.
+    def prefill(self, slot: int, sequence: Continuation) -> tuple[int, TokenLogprobs | None]:
+        """Computes a prompt, a chunk a step, and returns the token that follows.
 
-        Yields:
-            After each chunk the greedy next token and, if asked for, float32 logits
-            [tokens of the chunk, vocab].
+        The log-probabilities of the prompt's tokens go to the sequence, if asked for.
         """
-        done = 0
-        while done < len(token_ids):
+        wanted = sequence.params.prompt_logprobs
+        found: list[TokenLogprobs | None] = [None]
+        token_ids, done = sequence.token_ids, 0
+        while True:
             rows = self._buckets.chunk(len(token_ids) - done)
             chunk = token_ids[done : done + rows]
-            padded = np.zeros((1, rows), np.int32)
-            padded[0, : len(chunk)] = chunk
-            self._lengths[slot] += len(chunk)
-            batch = PrefillBatch(
-                jnp.array([slot], jnp.int32),
-                jnp.array([len(chunk)], jnp.int32),
-                jnp.asarray(padded),
-            )
-            output, self._store, self._sequences = self._steps.prefill(
-                self._params,
-                self._store,
-                self._sequences,
-                batch,
-                context_pages=self._context_pages([slot]),
-                all_logits=all_logits,
-            )
-            logits = np.asarray(output.logits)[0, : len(chunk)] if all_logits else None
-            yield int(output.next_token[0]), logits
+            output = self._append(slot, chunk, rows, all_logits=wanted is not None)
+            logits = output.logits
+            if wanted is not None:
+                following = token_ids[done + 1 : done + len(chunk) + 1]
+                found += self._logprobs(logits[0], following, [wanted] * len(following))
+                logits = logits[:, len(chunk) - 1]
             done += len(chunk)
+            if done == len(token_ids):
+                break
+        if wanted is not None:
+            sequence.prompt_logprobs = found
+        slots = np.array([slot], np.int32)
+        return self._choose({slot: sequence}, slots, logits, output.next_token)[0]
 
-    def decode(self, slots: Sequence[int]) -> list[int]:
-        """Appends each sequence's last chosen token and returns the next ones."""
-        padded = np.full(fit(self._buckets.sequences, len(slots)), -1, np.int32)
-        padded[: len(slots)] = slots
-        for slot in slots:
+    def _append(
+        self, slot: int, token_ids: list[int], rows: int, *, all_logits: bool
+    ) -> StepOutput:
+        padded = np.zeros((1, rows), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        self._lengths[slot] += len(token_ids)
+        batch = PrefillBatch(
+            jnp.array([slot], jnp.int32),
+            jnp.array([len(token_ids)], jnp.int32),
+            jnp.asarray(padded),
+        )
+        output, self._store, self._sequences = self._steps.prefill(
+            self._params,
+            self._store,
+            self._sequences,
+            batch,
+            context_pages=self._context_pages([slot]),
+            all_logits=all_logits,
+        )
+        return output
+
+    def decode(
+        self, sequences: Mapping[int, Continuation]
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """Appends the last chosen token of the sequence in each slot, and returns the next ones."""
+        slots = np.full(fit(self._buckets.sequences, len(sequences)), -1, np.int32)
+        slots[: len(sequences)] = list(sequences)
+        for slot in sequences:
             self._lengths[slot] += 1
         output, self._store, self._sequences = self._steps.decode(
             self._params,
             self._store,
             self._sequences,
-            jnp.asarray(padded),
-            context_pages=self._context_pages(slots),
+            jnp.asarray(slots),
+            context_pages=self._context_pages(list(sequences)),
         )
-        return np.asarray(output.next_token)[: len(slots)].tolist()
+        return self._choose(sequences, slots, output.logits, output.next_token)
 
-    def _context_pages(self, slots: Sequence[int]) -> int:
+    def _choose(
+        self,
+        sequences: Mapping[int, Continuation],
+        slots: np.ndarray,
+        logits: jax.Array,
+        greedy: jax.Array,
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """The next token of each sequence: the step's own greedy choice, or the sampler's."""
+        chosen = greedy
+        if any(sequence.sampling is not None for sequence in sequences.values()):
+            chosen, self._sampling, self._sequences = self._sampler.sample(
+                self._sampling, self._sequences, jnp.asarray(slots), logits
+            )
+        tokens = np.asarray(chosen)[: len(sequences)].tolist()
+        wanted = [sequence.params.logprobs for sequence in sequences.values()]
+        return list(zip(tokens, self._logprobs(logits, tokens, wanted), strict=True))
+
+    def _logprobs(
+        self, logits: jax.Array, tokens: list[int], wanted: list[int | None]
+    ) -> list[TokenLogprobs | None]:
+        """Log-probabilities of a token a row, with as many of the best as each row wants."""
+        counts = [self.config.vocab_size if count == -1 else count for count in wanted]
+        given = [count for count in counts if count is not None]
+        if not given:
+            return [None] * len(tokens)
+        most = fit((min(MAX_LOGPROBS, self.config.vocab_size), self.config.vocab_size), max(given))
+        padded = np.zeros(logits.shape[0], np.int32)
+        padded[: len(tokens)] = tokens
+        found = jax.device_get(top_logprobs(logits, jnp.asarray(padded), count=most))
+        return [
+            None
+            if count is None
+            else TokenLogprobs(
+                token,
+                float(found.chosen[row]),
+                int(found.rank[row]),
+                found.token_ids[row, :count],
+                found.logprobs[row, :count],
+                self._decode_token,
+            )
+            for row, (token, count) in enumerate(zip(tokens, counts, strict=True))
+        ]
+
+    def _context_pages(self, slots: list[int]) -> int:
         longest = max(self._lengths[slot] for slot in slots)
         return fit(self._buckets.context_pages, self.geometry.pages_for(longest))

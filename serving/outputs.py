@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,40 +19,45 @@ class Logprob:
     decoded_token: str | None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TokenLogprobs(Mapping[int, Logprob]):
-    """Log-probabilities at one position by token id, best first, held as arrays."""
+    """Log-probabilities at one position by token id, best first, held as arrays.
 
-    def __init__(
-        self,
-        logits: Float[np.ndarray, " vocab"],
-        token_id: int,
-        count: int,
-        decode: Callable[[int], str] | None,
-    ) -> None:
-        """Keeps the `count` best tokens and `token_id`; the whole vocabulary if count is -1."""
-        shifted = logits.astype(np.float64) - np.max(logits)
-        logprobs = shifted - np.log(np.sum(np.exp(shifted)))
-        order = np.argsort(-logprobs, kind="stable")
-        ranks = np.arange(1, order.size + 1)
-        if count >= 0:
-            kept = (ranks <= count) | (order == token_id)
-            order, ranks = order[kept], ranks[kept]
-        self._token_ids, self._ranks = order.astype(np.int32), ranks.astype(np.int32)
-        self._logprobs, self._decode = logprobs[order].astype(np.float32), decode
+    Holds the best tokens and, as the last where it is none of them, the token that is there.
+
+    Attributes:
+        token_id: the token that is there.
+        token_logprob: its log-probability.
+        token_rank: its rank.
+        best_ids: the best tokens.
+        best_logprobs: their log-probabilities.
+        decode: gives a token's text.
+    """
+
+    token_id: int
+    token_logprob: float
+    token_rank: int
+    best_ids: Int[np.ndarray, " best"]
+    best_logprobs: Float[np.ndarray, " best"]
+    decode: Callable[[int], str] | None
 
     def __getitem__(self, token_id: int) -> Logprob:
-        places = np.flatnonzero(self._token_ids == token_id)
-        if not places.size:
-            raise KeyError(token_id)
-        place = int(places[0])
-        text = self._decode(token_id) if self._decode else None
-        return Logprob(float(self._logprobs[place]), int(self._ranks[place]), text)
+        if token_id == self.token_id:
+            logprob, rank = self.token_logprob, self.token_rank
+        else:
+            places = np.flatnonzero(self.best_ids == token_id)
+            if not places.size:
+                raise KeyError(token_id)
+            logprob, rank = float(self.best_logprobs[places[0]]), int(places[0]) + 1
+        return Logprob(logprob, rank, self.decode(token_id) if self.decode else None)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._token_ids.tolist())
+        yield from self.best_ids.tolist()
+        if self.token_rank > self.best_ids.size:
+            yield self.token_id
 
     def __len__(self) -> int:
-        return self._token_ids.size
+        return self.best_ids.size + (self.token_rank > self.best_ids.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +66,21 @@ class CompletionOutput:
 
     Attributes:
         index: its number among the request's continuations.
-        text: decoded text without the token that stopped it; empty if the model has no tokenizer.
+        text: decoded text without what stopped it; empty if the model has no tokenizer.
         token_ids: generated ids, with the one that stopped it.
-        finish_reason: "stop" or "length".
-        stop_reason: the id of `stop_token_ids` that stopped it, else None.
+        cumulative_logprob: sum of their log-probabilities, if `logprobs` were asked for.
+        logprobs: None, or for each of them what `SamplingParams.logprobs` asked for.
+        finish_reason: "stop", "length", "abort", or None while it goes on.
+        stop_reason: the id of `stop_token_ids` or text of `stop` that stopped it, else None.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason
-    stop_reason: int | None
+    cumulative_logprob: float | None
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +95,7 @@ class RequestOutput:
             for; None for the first token, which nothing precedes.
         outputs: continuations.
         finished: nothing will be added.
+        error: why the request was refused, with no outputs then; else None.
     """
 
     request_id: str
@@ -94,3 +104,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool
+    error: str | None = None

@@ -17,7 +17,7 @@ from glm53.config import GLMConfig
 from glm53.linear import matmul
 from glm53.row_tiles import ROW_TILE, map_row_tiles
 from glm53.sharding import make_mesh
-from serving.llm import model_path
+from serving.engine_options import model_path
 from tests.support import Session, random_tokens, small_session
 
 LENGTH = 144  # six times index_topk, and longer than a block of rows that are scored together

@@ -14,7 +14,7 @@ from glm53.forward import Forward, Selection
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
 from kvcache.store import locate_rows
-from serving.llm import model_path
+from serving.engine_options import model_path
 from tests.support import Session
 
 MODEL = model_path("tiny")

@@ -10,10 +10,8 @@ from serving.cli import main
 
 def test_generate(capsys: pytest.CaptureFixture) -> None:
     """Prints the continuation alone on standard output."""
-    assert (
-        main(["generate", "The Congress of the", "--max-tokens", "4", "--max-model-len", "512"])
-        == 0
-    )
+    options = ["--temperature", "0", "--max-tokens", "4", "--max-model-len", "512"]
+    assert main(["generate", "The Congress of the", *options]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(" Secretary of the")
     assert captured.err == ""

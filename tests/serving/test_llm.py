@@ -17,7 +17,11 @@ from serving.model_runner import ModelRunner
 from tests.support import GOLDEN, golden_arrays
 
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 256}
-FREE = SamplingParams(max_tokens=32, ignore_eos=True)
+FREE = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+
+
+def greedy(max_tokens: int | None = 16, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def test_golden_tokens_in_a_crowd(llm: LLM) -> None:
     golden = golden_arrays("tiny_f32")
     expected = {name: golden[f"{name}_e5_greedy"].tolist() for name in ("p0", "p1")}
     names = ["p0", "p1", "p0", "p1", "p1", "p0"]
-    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (32, 5, 1, 32, 17, 32)]
+    params = [greedy(count, ignore_eos=True) for count in (32, 5, 1, 32, 17, 32)]
     outputs = llm.generate([ids(golden[f"{name}_ids"]) for name in names], params, use_tqdm=False)
     for name, param, output in zip(names, params, outputs, strict=True):
         (completion,) = output.outputs
@@ -84,7 +88,7 @@ def test_stop_ids(llm: LLM) -> None:
     expected = golden["p0_e5_greedy"].tolist()
     stop = expected[4]
     assert stop not in expected[:4]
-    params = SamplingParams(max_tokens=32, stop_token_ids=[stop], ignore_eos=True)
+    params = greedy(32, stop_token_ids=[stop], ignore_eos=True)
     (output,) = llm.generate(ids(golden["p0_ids"]), params)
     assert output.outputs[0].token_ids == expected[:5]
     assert output.outputs[0].finish_reason == "stop"
@@ -95,13 +99,13 @@ def test_end_of_sequence(text_llm: LLM) -> None:
     """An end-of-sequence id ends the output without a stop reason and is not in its text."""
     prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>The code of mint is 31-94.\n"
     prompt += "What is the code of mint?<|assistant|><think>"
-    (output,) = text_llm.generate(prompt, SamplingParams(max_tokens=40))
+    (output,) = text_llm.generate(prompt, greedy(40))
     completion = output.outputs[0]
     assert completion.token_ids[-1] in text_llm.config.eos_token_ids
     assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
     assert completion.text == "</think>The code of mint is 31-94."
     assert output.prompt == prompt
-    (longer,) = text_llm.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+    (longer,) = text_llm.generate(prompt, greedy(40, ignore_eos=True))
     assert len(longer.outputs[0].token_ids) == 40
     assert longer.outputs[0].token_ids[: len(completion.token_ids)] == completion.token_ids
 
@@ -111,11 +115,11 @@ def test_text_and_its_ids_are_one_prompt(text_llm: LLM) -> None:
     assert text_llm.tokenizer is not None
     text = "The Congress of the United States"
     forms = [text, {"prompt": text}, {"prompt_token_ids": text_llm.tokenizer.encode(text)}]
-    outputs = text_llm.generate(forms, SamplingParams(max_tokens=8))
+    outputs = text_llm.generate(forms, greedy(8))
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
-    (single,) = text_llm.generate(text, SamplingParams(max_tokens=8))
+    (single,) = text_llm.generate(text, greedy(8))
     assert single.outputs[0].text == outputs[0].outputs[0].text != ""
-    (short,) = text_llm.generate(text)
+    (short,) = text_llm.generate(text, SamplingParams(temperature=0))
     assert len(short.outputs[0].token_ids) == 16
 
 
@@ -123,7 +127,7 @@ def test_prompt_logprobs_of_the_whole_vocabulary(llm: LLM) -> None:
     """-1 gives every token's log-probability at every position but the first."""
     golden = golden_arrays("tiny_f32")
     prompt, logits = golden["p0_ids"], golden["p0_e5_logits"].astype(np.float64)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=-1)
+    params = greedy(1, prompt_logprobs=-1)
     (output,) = llm.generate(ids(prompt), params)
     found = output.prompt_logprobs
     assert found is not None
@@ -143,7 +147,7 @@ def test_prompt_logprobs_of_the_whole_vocabulary(llm: LLM) -> None:
 
 def test_prompt_logprobs_of_a_few(text_llm: LLM) -> None:
     """k gives the k best and the prompt's own token, each with its rank and text."""
-    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    params = greedy(1, prompt_logprobs=2)
     (output,) = text_llm.generate("The Congress of the United States", params)
     assert output.prompt_logprobs is not None
     for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
@@ -160,10 +164,10 @@ def test_prompt_logprobs_of_a_few(text_llm: LLM) -> None:
 def test_length_limit(llm: LLM) -> None:
     """The output stops at max_model_len; a prompt that leaves no room is refused."""
     prompt = np.full(505, 7)
-    (output,) = llm.generate(ids(prompt), SamplingParams(max_tokens=None, ignore_eos=True))
+    (output,) = llm.generate(ids(prompt), greedy(None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 7
     assert output.outputs[0].finish_reason == "length"
-    (last,) = llm.generate(ids(prompt), SamplingParams(max_tokens=100, ignore_eos=True))
+    (last,) = llm.generate(ids(prompt), greedy(100, ignore_eos=True))
     assert len(last.outputs[0].token_ids) == 7
     with pytest.raises(ValueError, match=r"512 tokens.*max_model_len 512"):
         llm.generate(ids(np.full(512, 7)))
@@ -204,9 +208,9 @@ def test_bad_prompt_among_good_ones(
 
 def test_text_that_is_none(text_llm: LLM) -> None:
     """Empty text and lone surrogates are no prompts."""
-    with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt is empty"):
         text_llm.generate("")
-    with pytest.raises(ValueError, match=r"prompts\[1\] is not valid Unicode"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: the prompt is not valid Unicode"):
         text_llm.generate(["good", "bad \ud800"])
 
 
@@ -237,7 +241,7 @@ def test_more_pages_than_there_are() -> None:
     """A request that the whole store cannot hold is refused, naming the limit."""
     llm = LLM(GOLDEN / "tiny_f32", device_pages=2, **SMALL)
     with pytest.raises(ValueError, match=r"3 pages.*device_pages is 2"):
-        llm.generate(ids(np.full(120, 7)), SamplingParams(max_tokens=20))
+        llm.generate(ids(np.full(120, 7)), greedy(20))
     assert_idle(llm)
 
 
@@ -246,7 +250,6 @@ BAD_PARAMS = [
     ({"max_tokens": -3}, ValueError, "max_tokens"),
     ({"max_tokens": 1.5}, ValueError, "max_tokens"),
     ({"max_tokens": True}, ValueError, "max_tokens"),
-    ({"temperature": 0.7}, ValueError, "temperature"),
     ({"stop_token_ids": 5}, ValueError, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, ValueError, "stop_token_ids"),
     ({"ignore_eos": "yes"}, ValueError, "ignore_eos"),
@@ -332,11 +335,11 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
     prompt = ids(golden["p0_ids"])
     decode, calls = ModelRunner.decode, []
 
-    def failing(self, slots):
-        calls.append(slots)
+    def failing(self, sequences):
+        calls.append(sequences)
         if len(calls) == 3:
             raise RuntimeError("out of memory")
-        return decode(self, slots)
+        return decode(self, sequences)
 
     monkeypatch.setattr(ModelRunner, "decode", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -372,7 +375,7 @@ def test_interruption(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     prompts = [ids(golden_arrays("tiny_f32")["p0_ids"])] * 2
-    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=8)]
+    params = [greedy(1), greedy(8)]
     monkeypatch.setattr("serving.llm.tqdm.update", interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         llm.generate(prompts, params)
@@ -388,7 +391,7 @@ def test_narrow_cache_formats_answer(kv_cache_dtype: str) -> None:
     llm = LLM(**options)
     prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>The code of mint is 31-94.\n"
     prompt += "What is the code of mint?<|assistant|><think>"
-    (output,) = llm.generate(prompt, SamplingParams(max_tokens=40))
+    (output,) = llm.generate(prompt, greedy(40))
     assert "31-94" in output.outputs[0].text
 
 

@@ -1,0 +1,123 @@
+"""A request and its continuations, from prompt to output."""
+
+import dataclasses
+
+from serving.output_text import OutputText
+from serving.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from serving.sampling.state import SlotSampling
+from serving.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Continuation:
+    """One sequence that the loop runs: a prompt and what has been generated for it.
+
+    Attributes:
+        token_ids: the prompt.
+        params: how to continue, nothing left out.
+        max_tokens: most tokens to generate, the model's length limit taken into account.
+        stop_ids: ids that end the output.
+        sampling: what the sampler needs to know, None for plain greedy decoding.
+        text: its text, or None without a tokenizer or `detokenize`.
+        prompt_logprobs: what the prompt's tokens had; filled while the prompt is computed.
+        output_ids: generated so far.
+        logprobs: of each of them, if asked for.
+        finish_reason: set when it is done.
+        stop_reason: the stop id or text that ended it; None for an end-of-sequence id.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    sampling: SlotSampling | None
+    text: OutputText | None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Tokens that can need a row: the last one generated needs none."""
+        return len(self.token_ids) + self.max_tokens - 1
+
+    def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Takes the next token and decides whether it is the last."""
+        self.output_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        may_stop = len(self.output_ids) >= max(self.params.min_tokens, 1)
+        if token in self.stop_ids and may_stop:
+            self.finish_reason = "stop"
+            listed = token in (self.params.stop_token_ids or ())
+            self.stop_reason = token if listed else None
+            if self.text is not None and self.params.include_stop_str_in_output:
+                self.text.push(token, may_stop=False)
+        elif self.text is not None:
+            self.text.push(token, may_stop=may_stop)
+            if self.text.stopped_by is not None:
+                self.finish_reason, self.stop_reason = "stop", self.text.stopped_by
+        if self.finish_reason is None and len(self.output_ids) == self.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and self.text is not None:
+            self.text.finish()
+
+    def output(self, index: int) -> CompletionOutput:
+        """What there is so far."""
+        wanted = self.params.logprobs is not None
+        chosen = (
+            [
+                entry[token].logprob
+                for entry, token in zip(self.logprobs, self.output_ids, strict=True)
+            ]
+            if wanted
+            else []
+        )
+        return CompletionOutput(
+            index=index,
+            text=self.text.text if self.text is not None else "",
+            token_ids=list(self.output_ids),
+            cumulative_logprob=sum(chosen) if wanted else None,
+            logprobs=list(self.logprobs) if wanted else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """What a caller asked for.
+
+    Attributes:
+        request_id: its name within the LLM.
+        prompt: the prompt's text, or None where only ids were given.
+        continuations: one for each of `SamplingParams.n`.
+    """
+
+    request_id: str
+    prompt: str | None
+    continuations: list[Continuation]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every continuation is done."""
+        return all(part.finish_reason is not None for part in self.continuations)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, by all continuations."""
+        return sum(len(part.output_ids) for part in self.continuations)
+
+    def output(self) -> RequestOutput:
+        """What there is so far."""
+        first = self.continuations[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(first.token_ids),
+            prompt_logprobs=first.prompt_logprobs,
+            outputs=[part.output(index) for index, part in enumerate(self.continuations)],
+            finished=self.finished,
+        )

@@ -1,0 +1,219 @@
+"""Turns prompts and parameters into requests, and refuses what cannot be served."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from glm53 import chat
+from glm53.tokenizer import Tokenizer
+from serving.generation_config import GenerationConfig
+from serving.output_text import OutputText
+from serving.request import Continuation, Request
+from serving.sampling.state import SlotSampling
+from serving.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any]
+"""Text, or a dict with `prompt`, `prompt_token_ids`, or `messages` with `tools` and options."""
+
+_BEYOND_GREEDY = {
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "min_tokens": 0,
+}
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestReader:
+    """The limits and texts of one model.
+
+    Attributes:
+        tokenizer: None if the model has none.
+        generation_config: the model's own choices.
+        eos_token_ids: ids that end an output.
+        vocab_size: ids of the model.
+        max_model_len: longest prompt and output together, in tokens.
+        rows_per_page: tokens of a page.
+        device_pages: pages of the store.
+    """
+
+    tokenizer: Tokenizer | None
+    generation_config: GenerationConfig
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+    rows_per_page: int
+    device_pages: int
+
+    def read(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """The request for a prompt.
+
+        Raises:
+            ValueError, TypeError: something is refused.
+        """
+        text, token_ids = self._token_ids(prompt)
+        params = params.filled(self.generation_config.sampling)
+        self._check_ids(token_ids, params)
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, which leaves no room for output within "
+                f"max_model_len {self.max_model_len}"
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._check_pages(len(token_ids), max_tokens, params)
+        parts = [
+            self._continuation(token_ids, _numbered(params, number), max_tokens)
+            for number in range(params.n)
+        ]
+        return Request(request_id, text, parts)
+
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, Mapping):
+            raise TypeError(f"the prompt must be text or a dict, got {type(prompt).__name__}")
+        if "messages" in prompt:
+            text = _render(prompt)
+            return text, self._checked_ids(self._encode("the conversation", text))
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown:
+            raise ValueError(f"the prompt has unknown field {min(unknown, key=str)!r}")
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is not None:
+            is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim == 1
+            if not is_array and not isinstance(token_ids, list | tuple):
+                raise TypeError("prompt_token_ids must be a list of ids")
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"prompt must be text, got {type(text).__name__}")
+            return text, self._checked_ids(token_ids)
+        if not isinstance(text, str):
+            raise ValueError("the prompt needs 'prompt' text or 'prompt_token_ids'")
+        return text, self._checked_ids(self._encode("the prompt", text))
+
+    def _encode(self, what: str, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{what} is text, but the model has no tokenizer.json: pass token ids")
+        try:
+            return self.tokenizer.encode(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{what} is not valid Unicode: {error}") from error
+
+    def _checked_ids(self, token_ids: Sequence[Any] | np.ndarray) -> list[int]:
+        if not len(token_ids):
+            raise ValueError("the prompt is empty: it needs at least one token")
+        for token in token_ids:
+            is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not is_id or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"the prompt holds token id {token!r}, which is not in 0..{self.vocab_size - 1}"
+                )
+        return [int(token) for token in token_ids]
+
+    def _check_ids(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Ids in the parameters are tokens of the model, and leave something to generate."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= self.vocab_size:
+                    raise ValueError(
+                        f"{name} holds token id {token}, which is not in 0..{self.vocab_size - 1}"
+                    )
+        allowed = params.allowed_token_ids
+        if params.min_tokens and allowed and not set(allowed) - self._stop_ids(params):
+            raise ValueError(
+                f"allowed_token_ids are all stop ids, which min_tokens {params.min_tokens} excludes"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop is text, but the model has no tokenizer.json")
+
+    def _check_pages(self, prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+        needed = -(-(prompt_tokens + max_tokens - 1) // self.rows_per_page)
+        if needed > self.device_pages:
+            raise ValueError(
+                f"the prompt with max_tokens {params.max_tokens} needs {needed} pages, "
+                f"device_pages is {self.device_pages}"
+            )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        return eos | frozenset(params.stop_token_ids or ())
+
+    def _continuation(
+        self, token_ids: list[int], params: SamplingParams, max_tokens: int
+    ) -> Continuation:
+        text = None
+        if self.tokenizer is not None and params.detokenize:
+            text = OutputText(
+                self.tokenizer,
+                stop=tuple(params.stop or ()),
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        stop_ids = self._stop_ids(params)
+        return Continuation(
+            token_ids,
+            params,
+            max_tokens,
+            stop_ids,
+            self._sampling(token_ids, params, stop_ids),
+            text,
+        )
+
+    def _sampling(
+        self, token_ids: list[int], params: SamplingParams, stop_ids: frozenset[int]
+    ) -> SlotSampling | None:
+        plain = all(getattr(params, name) == off for name, off in _BEYOND_GREEDY.items())
+        listed = params.logit_bias or params.allowed_token_ids or params.bad_words
+        if params.temperature == 0 and plain and not listed:
+            return None
+        return SlotSampling(
+            **{name: float(getattr(params, name)) for name in _NUMBERS},
+            top_k=max(params.top_k or 0, 0),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            min_tokens=params.min_tokens,
+            # Masked only while fewer than min_tokens are there.
+            stop_ids=sorted(stop_ids) if params.min_tokens else (),
+            logit_bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()},
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=self._bad_words(params),
+            prompt_token_ids=token_ids,
+        )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Ids of each bad word as the start of a text and, where that differs, behind a space."""
+        found = []
+        for word in params.bad_words or ():
+            bare = self._encode("bad_words", word.lstrip())
+            spaced = self._encode("bad_words", " " + word.lstrip())
+            found += [bare, spaced] if spaced != bare else [bare]
+        return [ids for ids in found if ids]
+
+
+def _render(prompt: Mapping[str, Any]) -> str:
+    unknown = set(prompt) - {"messages", "tools", "chat_template_kwargs"}
+    if unknown:
+        raise ValueError(f"the conversation has unknown field {min(unknown, key=str)!r}")
+    options = prompt.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dict, got {type(options).__name__}")
+    options = {"add_generation_prompt": True, **options}
+    return chat.render(prompt["messages"], prompt.get("tools"), **options)
+
+
+def _numbered(params: SamplingParams, number: int) -> SamplingParams:
+    """The parameters of one of several continuations."""
+    if params.seed is None or params.n == 1:
+        return params
+    return dataclasses.replace(params, seed=params.seed + number)
