@@ -37,7 +37,7 @@ def measure(row_tile: int) -> dict[str, float]:
     def run(batch: int, prompt_tokens: int, max_tokens: int) -> float:
         ids = rng.integers(0, 1500, (batch, prompt_tokens)).tolist()
         prompts = [{"prompt_token_ids": row} for row in ids]
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start

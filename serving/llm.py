@@ -228,7 +228,7 @@ class LLM:
 
     def serve(
         self, requests: Iterable[tuple[Prompt, SamplingParams]], *, stream: bool = False
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput]]:
         """Continues prompts that are drawn as they are needed.
 
         At most `max_num_seqs` wait beside those that run, however many there are.

@@ -196,10 +196,15 @@ class ModelRunner:
     ) -> list[tuple[int, TokenLogprobs | None]]:
         """The next token of each sequence: the step's own greedy choice, or the sampler's."""
         chosen = greedy
-        if any(sequence.sampling is not None for sequence in sequences.values()):
-            chosen, self._sampling, self._sequences = self._sampler.sample(
-                self._sampling, self._sequences, jnp.asarray(slots), logits
+        sampled = np.full_like(slots, -1)
+        for row, (slot, sequence) in enumerate(sequences.items()):
+            if sequence.sampling is not None:
+                sampled[row] = slot
+        if np.any(sampled >= 0):
+            drawn, self._sampling, self._sequences = self._sampler.sample(
+                self._sampling, self._sequences, jnp.asarray(sampled), logits
             )
+            chosen = jnp.where(sampled >= 0, drawn, greedy)
         tokens = np.asarray(chosen)[: len(sequences)].tolist()
         wanted = [sequence.params.logprobs for sequence in sequences.values()]
         return list(zip(tokens, self._logprobs(logits, tokens, wanted), strict=True))

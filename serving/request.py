@@ -48,7 +48,7 @@ class Continuation:
         self.output_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        may_stop = len(self.output_ids) >= max(self.params.min_tokens, 1)
+        may_stop = len(self.output_ids) > self.params.min_tokens
         if token in self.stop_ids and may_stop:
             self.finish_reason = "stop"
             listed = token in (self.params.stop_token_ids or ())

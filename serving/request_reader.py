@@ -73,6 +73,11 @@ class RequestReader:
                 f"max_model_len {self.max_model_len}"
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise ValueError(
+                f"min_tokens {params.min_tokens} is more than the {max_tokens} tokens for which "
+                f"max_tokens and max_model_len {self.max_model_len} leave room"
+            )
         self._check_pages(len(token_ids), max_tokens, params)
         parts = [
             self._continuation(token_ids, _numbered(params, number), max_tokens)

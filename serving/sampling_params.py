@@ -113,11 +113,11 @@ class SamplingParams:
             ("frequency_penalty", -2, 2),
         ):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and low <= value <= high):
+            if not self._left_out(name) and not (_is_number(value) and low <= value <= high):
                 raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
         for name, most in (("top_p", 1), ("repetition_penalty", math.inf)):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value <= most):
+            if not self._left_out(name) and not (_is_number(value) and 0 < value <= most):
                 bound = f" and at most {most}" if most == 1 else ""
                 raise ValueError(f"{name} must be above 0{bound}, got {value!r}")
         for name, least in (
@@ -130,8 +130,7 @@ class SamplingParams:
             ("seed", -(2**63)),
         ):
             value = getattr(self, name)
-            optional = type(self).__dataclass_fields__[name].default is None or name == "max_tokens"
-            if not (value is None and optional) and not _is_int(value, least):
+            if not self._left_out(name) and not _is_int(value, least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         for name, most in (
             ("logprobs", MAX_LOGPROBS),
@@ -142,6 +141,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and value > most:
                 raise ValueError(f"{name} must be at most {most}, got {value!r}")
+
+    def _left_out(self, name: str) -> bool:
+        may_be_none = name == "max_tokens" or self.__dataclass_fields__[name].default is None
+        return may_be_none and getattr(self, name) is None
 
     def _check_lists(self) -> None:
         for name in ("stop", "bad_words"):
