@@ -203,7 +203,8 @@ class RequestReader:
             bare = self._encode("bad_words", word.lstrip())
             spaced = self._encode("bad_words", " " + word.lstrip())
             found += [bare, spaced] if spaced != bare else [bare]
-        return [ids for ids in found if ids]
+        # An id that the model lacks it cannot generate.
+        return [ids for ids in found if ids and max(ids) < self.vocab_size]
 
 
 def _render(prompt: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Log-probabilities of the chosen and of the most likely tokens."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -45,7 +46,11 @@ def top_logprobs(
     vocab_size = logits.shape[1]
     if not 0 <= count <= vocab_size:
         raise ValueError(f"count must be in 0..{vocab_size} (the vocabulary), got {count}")
-    return map_row_tiles(partial(_tile_logprobs, count=count), logits, tokens)
+    # Tiles of no columns have no shape to restore: at least one is found.
+    found = map_row_tiles(partial(_tile_logprobs, count=max(count, 1)), logits, tokens)
+    return dataclasses.replace(
+        found, token_ids=found.token_ids[:, :count], logprobs=found.logprobs[:, :count]
+    )
 
 
 def _tile_logprobs(
