@@ -102,12 +102,12 @@ class _RowWriter:
         self._target, self._progress = target, progress
         self.counts = BatchCounts(0, 0)
 
-    def write_response(self, custom_id: str, request_id: str, body: dict[str, Any]) -> None:
+    def write_response(self, custom_id: str | None, request_id: str, body: dict[str, Any]) -> None:
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._write(request_id, custom_id, response, None)
         self._count(succeeded=1)
 
-    def write_error(self, custom_id: str | None, line: int, error: Exception) -> None:
+    def write_error(self, custom_id: str | None, line: int, error: ValueError) -> None:
         code = error.code if isinstance(error, RequestError) else "invalid_request"
         message = str(error)
         if len(message) > _MAX_MESSAGE:
@@ -149,7 +149,7 @@ class _Row:
         failed: a prompt was refused, and the row is written.
     """
 
-    custom_id: str
+    custom_id: str | None
     line: int
     respond: Respond
     outputs: list[RequestOutput | None]
@@ -178,8 +178,7 @@ class _Batch:
             if data is not None and not data.strip():
                 continue
             custom_id, request = self._read_line(data)
-            if custom_id is None or not isinstance(request, APIRequest):
-                assert isinstance(request, Exception)
+            if isinstance(request, ValueError):
                 self.rows.write_error(custom_id, number, request)
                 continue
             row = _Row(custom_id, number, request.respond, [None] * len(request.prompts))

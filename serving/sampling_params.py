@@ -115,11 +115,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not self._left_out(name) and not (_is_number(value) and low <= value <= high):
                 raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
-        for name, most in (("top_p", 1), ("repetition_penalty", math.inf)):
+        for name, most in (("top_p", 1), ("repetition_penalty", 1e6)):
             value = getattr(self, name)
             if not self._left_out(name) and not (_is_number(value) and 0 < value <= most):
-                bound = f" and at most {most}" if most == 1 else ""
-                raise ValueError(f"{name} must be above 0{bound}, got {value!r}")
+                raise ValueError(f"{name} must be above 0 and at most {most:g}, got {value!r}")
         for name, least in (
             ("top_k", -1),
             ("n", 1),
@@ -187,6 +186,6 @@ def _is_int(value: object, least: int) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if isinstance(value, bool):
         return False
-    return math.isfinite(value)
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

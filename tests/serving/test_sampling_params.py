@@ -11,11 +11,11 @@ from serving.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 BAD = [
-    ("temperature", [-0.1, NAN, INF, 10**6, True, "1"]),
+    ("temperature", [-0.1, NAN, INF, 10**400, True, "1"]),
     ("top_p", [0, -1, 1.01, NAN, "x"]),
     ("top_k", [-2, 1.5, True, 2**31]),
     ("min_p", [-0.1, 1.1, NAN]),
-    ("repetition_penalty", [0, -1, INF, NAN]),
+    ("repetition_penalty", [0, -1, 1e7, INF, NAN]),
     ("presence_penalty", [-2.1, 2.1, NAN, None]),
     ("frequency_penalty", [-2.1, 2.1, INF]),
     ("seed", [1.5, 2**64, -(2**63) - 1, "7", True]),

@@ -1,0 +1,76 @@
+"""A store for sequences of one length, and sequences in it without a prefill that made them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from glm53.config import GLMConfig
+from glm53.kv_geometry import kv_geometry
+from glm53.steps import Steps
+from kvcache import KVGeometry, KVStore, PagePool, SequenceState
+from kvcache.sequence_state import assign_slot
+from kvcache.store import map_pages
+
+
+def float32_geometry(config: GLMConfig, num_sequences: int, num_tokens: int) -> KVGeometry:
+    """Sizes of a float32 store on one device with just the pages of so many sequences."""
+    one_page = kv_geometry(
+        config,
+        row_kind="float32",
+        device_pages=1,
+        max_model_len=num_tokens,
+        max_sequences=num_sequences,
+    )
+    pages = num_sequences * one_page.max_pages_per_sequence
+    return dataclasses.replace(one_page, num_pages=pages, device_pages=pages)
+
+
+def open_sequences(steps: Steps) -> tuple[KVStore, SequenceState]:
+    """An empty store, and in every slot an empty sequence with a whole block table of pages.
+
+    Raises:
+        OutOfPagesError: the geometry has too few pages.
+    """
+    geometry = steps.geometry
+    store = KVStore.create(geometry, steps.mesh)
+    sequences = SequenceState.create(
+        geometry, steps.config.hidden_size, steps.config.compute_dtype, steps.mesh
+    )
+    pool = PagePool(geometry)
+    for slot in range(geometry.max_sequences):
+        pages = pool.allocate(geometry.max_pages_per_sequence)
+        places = [pool.device_page(page) for page in pages]
+        table = jnp.asarray(pages, jnp.int32)
+        store = map_pages(store, table, jnp.asarray(places, jnp.int32))
+        sequences = assign_slot(sequences, jnp.int32(slot), table, jnp.int32(0))
+    return store, sequences
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def fill_randomly(store: KVStore) -> KVStore:
+    """Fills a float32 store with normal numbers, the size of normalised latents and keys.
+
+    A layer at a time and in place, so that memory beyond the store holds one layer.
+    """
+
+    def fill(rows: jax.Array, seed: int) -> jax.Array:
+        def fill_layer(layer: jax.Array, rows: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(seed), layer)
+            return rows.at[layer].set(jax.random.normal(key, rows.shape[1:], rows.dtype))
+
+        return jax.lax.fori_loop(0, rows.shape[0], fill_layer, rows)
+
+    return dataclasses.replace(
+        store, slab=fill(store.slab, 0), index_keys=fill(store.index_keys, 1)
+    )
+
+
+def set_sequences(
+    sequences: SequenceState, length: int, last_tokens: Int[Array, " slots"]
+) -> SequenceState:
+    """Gives every sequence `length` computed tokens and the token that follows them."""
+    lengths = jnp.full_like(sequences.length, length)
+    return dataclasses.replace(sequences, length=lengths, last_token=last_tokens)

@@ -1,0 +1,649 @@
+"""Batch files: rows against what the model gives alone, and what every kind of bad line gets."""
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jaxtyping
+import pytest
+
+from glm53 import LLM, RequestOutput, SamplingParams, chat
+from glm53.tokenizer import Tokenizer
+from serving import batch
+from serving.batch import BatchCounts, run_batch
+from serving.cli import main
+from serving.engine_options import BUILT_IN_MODEL, model_path
+from serving.outputs import CompletionOutput
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_SEQS = 4
+TEXT = "The Congress of the United States"
+
+
+@pytest.fixture(autouse=True)
+def as_a_user() -> Iterator[None]:
+    """Without the type checks of the tests, which would refuse wrong types first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_model_len=512, max_num_seqs=MAX_SEQS, max_num_batched_tokens=256)
+
+
+class FakeLLM(LLM):
+    """Serves with a function in place of a model."""
+
+    def __init__(self, serve: Callable[..., Iterator[tuple[int, RequestOutput]]]) -> None:
+        self.tokenizer: Tokenizer | None = Tokenizer.from_dir(model_path(BUILT_IN_MODEL))
+        self._serve = serve
+
+    def serve(self, requests: Any, *, stream: bool = False) -> Any:
+        return self._serve(requests)
+
+
+def answer(place: int) -> tuple[int, RequestOutput]:
+    part = CompletionOutput(0, f"answer {place}", [1], None, None, "stop", None)
+    return place, RequestOutput(str(place), "x", [1, 2], None, [part], finished=True)
+
+
+def one_by_one(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
+    """Answers each request before the next is drawn."""
+    for place, _ in enumerate(requests):
+        yield answer(place)
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
+    request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+    return json.dumps(request).encode() + b"\n"
+
+
+def run(llm: LLM, data: bytes) -> tuple[list[dict[str, Any]], BatchCounts]:
+    target = io.BytesIO()
+    counts = run_batch(llm, io.BytesIO(data), target, ["tiny"], lambda: None)
+    rows = [json.loads(row) for row in target.getvalue().splitlines()]
+    assert len(rows) == counts.succeeded + counts.failed
+    assert not target.getvalue() or target.getvalue().endswith(b"\n")
+    return rows, counts
+
+
+def error_of(row: dict[str, Any]) -> tuple[str, str]:
+    assert row.keys() == {"id", "custom_id", "response", "error"}
+    assert row["response"] is None
+    assert row["error"].keys() == {"code", "message", "line"}
+    return row["error"]["code"], row["error"]["message"]
+
+
+# --- the model's answers ---
+
+
+def question(number: int) -> list[dict[str, Any]]:
+    text = f"The code of mint is {number % 90 + 10}-94.\nWhat is the code of mint?"
+    return [{"role": "user", "content": text}]
+
+
+def good_request(number: int) -> tuple[str, dict[str, Any]]:
+    """One of eight kinds of request that can be served."""
+    seeded = {"temperature": 1, "seed": number, "top_p": 1}
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": question(number), "temperature": 0, "max_tokens": 16}),
+        (CHAT, {"messages": question(number), "max_completion_tokens": 6, **seeded}),
+        (COMPLETIONS, {"prompt": f"{TEXT} {number}", "temperature": 0, "max_tokens": 6}),
+        (COMPLETIONS, {"prompt": [900 + number, 266, 260], "n": 2, "max_tokens": 5, **seeded}),
+        (COMPLETIONS, {"prompt": [TEXT, f"{number}"], "max_tokens": 4, **seeded}),
+        (COMPLETIONS, {"prompt": [[7, number], [number]], "echo": True, "max_tokens": 3, **seeded}),
+        (COMPLETIONS, {"prompt": TEXT, "logprobs": 2, "max_tokens": 4, "min_p": 0.1, **seeded}),
+        (COMPLETIONS, {"prompt": TEXT, "temperature": 0, "stop": [" of"], "user": f"{number}"}),
+    ]
+    return kinds[number % len(kinds)]
+
+
+def served_alone(llm: LLM, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the choices of a response must hold, from the request run by itself."""
+    assert llm.tokenizer is not None
+    names = ("temperature", "seed", "top_p", "min_p", "n", "stop", "logprobs")
+    fields = {name: body[name] for name in names if name in body}
+    limit = body.get("max_tokens", body.get("max_completion_tokens", 16))
+    params = SamplingParams(max_tokens=limit, **fields)
+    if url == CHAT:
+        (output,) = llm.chat(body["messages"], params)
+        (part,) = output.outputs
+        parsed = chat.parse(part.text)
+        return [
+            {"content": parsed.content, "reasoning": parsed.reasoning, "finish": part.finish_reason}
+        ]
+    prompt = body["prompt"]
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif isinstance(prompt[0], int):
+        prompts = [{"prompt_token_ids": prompt}]
+    else:
+        prompts = [{"prompt_token_ids": ids} if isinstance(ids, list) else ids for ids in prompt]
+    found = []
+    for one in prompts:
+        (output,) = llm.generate(one, params)
+        echoed = llm.tokenizer.decode(output.prompt_token_ids) if body.get("echo") else ""
+        for part in output.outputs:
+            logprobs = part.logprobs and [entry.token_logprob for entry in part.logprobs]
+            text = echoed + part.text
+            found.append({"text": text, "logprobs": logprobs, "finish": part.finish_reason})
+    return found
+
+
+def shown(url: str, choice: dict[str, Any]) -> dict[str, Any]:
+    """The same of a choice."""
+    if url == CHAT:
+        message = choice["message"]
+        return {
+            "content": message["content"],
+            "reasoning": message["reasoning"],
+            "finish": choice["finish_reason"],
+        }
+    logprobs = choice["logprobs"] and choice["logprobs"]["token_logprobs"]
+    return {"text": choice["text"], "logprobs": logprobs, "finish": choice["finish_reason"]}
+
+
+class CountingSource(io.BytesIO):
+    """Counts the lines that are read."""
+
+    lines_read = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        self.lines_read += 1
+        return super().readline(size)
+
+
+def bad_lines() -> list[tuple[bytes, str | None, str, str]]:
+    """Lines, with the custom_id, code and message of their rows."""
+    invalid = "invalid_request"
+
+    def bare(**fields: Any) -> bytes:
+        given = {"custom_id": "bad", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "x"}}
+        return json.dumps({**given, **fields}).encode() + b"\n"
+
+    long = "one " * 600
+    return [
+        (b"nope\n", None, invalid, "not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b'{"custom_id": "cut",\n', None, invalid, "not JSON: Expecting property name"),
+        (b"\xff\xfe{}\n", None, invalid, "not UTF-8: invalid start byte at byte 0"),
+        (bare().replace(b'"x"', b'"\xc3"'), None, invalid, "not UTF-8: invalid continuation byte"),
+        (b"[" * 100_000 + b"\n", None, invalid, "nested more than 128 deep"),
+        (b"[1, 2]\n", None, invalid, "the line must be an object, got [1, 2]"),
+        (b'"text"\n', None, invalid, "the line must be an object, got 'text'"),
+        (b"null\n", None, invalid, "the line must be an object, got None"),
+        (b"{}\n", None, invalid, "custom_id must be a string, got none"),
+        (bare(custom_id=5), None, invalid, "custom_id must be a string, got 5"),
+        (bare(custom_id=None), None, invalid, "custom_id must be a string, got None"),
+        (bare(custom_id="\ud800"), None, invalid, "a text holds half a surrogate pair"),
+        (bare(custom_id="good-0"), "good-0", invalid, "custom_id 'good-0' was there before"),
+        (bare(custom_id="b1", body={"prompt": "\ud800"}), "b1", invalid, "half a surrogate pair"),
+        (bare(custom_id="b2", model="tiny"), "b2", invalid, "unknown field 'model' beside body"),
+        (bare(custom_id="b3", method="GET"), "b3", invalid, "method must be POST, got 'GET'"),
+        (bare(custom_id="b4", url="/v1/embeddings"), "b4", invalid, "got '/v1/embeddings'"),
+        (bare(custom_id="b5", body=None), "b5", invalid, "body must be an object, got None"),
+        (bare(custom_id="b6", body={}), "b6", invalid, "prompt must be a text, a list of texts"),
+        (line("b7", prompt="x", top_q=1), "b7", invalid, "unknown field 'top_q'"),
+        (line("b8", prompt="x", stream=True), "b8", invalid, "stream True is not supported"),
+        (line("b9", prompt="x", temperature=-1), "b9", invalid, "temperature must be a number"),
+        (
+            line("b10", prompt="x", model="gpt"),
+            "b10",
+            "model_not_found",
+            "model 'gpt' is not served",
+        ),
+        (line("b11", CHAT, messages=[]), "b11", invalid, "messages must be a list of at least one"),
+        (
+            line("b12", prompt=long),
+            "b12",
+            invalid,
+            "leaves no room for output within max_model_len",
+        ),
+        (line("b13", prompt=""), "b13", invalid, "the prompt is empty"),
+        (line("b14", prompt=[[1], [], [2]]), "b14", invalid, "prompt[1]: the prompt is empty"),
+        (line("b15", prompt=[9999]), "b15", invalid, "the prompt holds token id 9999"),
+        (line("b16", prompt=[10**300]), "b16", invalid, "the prompt holds token id 1000"),
+        (line("b17", prompt=[float("nan")]), "b17", invalid, "NaN is no JSON value"),
+        (
+            line("b18", prompt="x").replace(b'"x"', b"9" * 5000),
+            "b18",
+            invalid,
+            "more than 308 digits",
+        ),
+        (line("b19", prompt="x").replace(b'"x"', b'"x", "prompt": "y"'), "b19", invalid, "2 times"),
+        (line("b20", CHAT, messages=question(1), min_tokens=2**40), "b20", invalid, "min_tokens"),
+        (line("b21", prompt="x", stop_token_ids=[2**40]), "b21", invalid, "stop_token_ids holds"),
+        (
+            line("b22", CHAT, messages=question(1), chat_template_kwargs={"x": 1}),
+            "b22",
+            invalid,
+            "x",
+        ),
+        (
+            line("b23", CHAT, messages=question(1), tools=[{"name": 5}]),
+            "b23",
+            invalid,
+            "tools[0].name",
+        ),
+        (line("b24", prompt="x", max_tokens=10**400), "b24", invalid, "more than 308 digits"),
+        (line("b25", prompt="x", temperature=10**307), "b25", invalid, "temperature must be"),
+        (line("b26", prompt="x", seed="s" * 5000), "b26", invalid, "seed must be an integer"),
+        (line("b" * 5000, prompt="x", seed=0.5), "b" * 5000, invalid, "seed must be an integer"),
+    ]
+
+
+def test_two_hundred_lines(llm: LLM) -> None:
+    """Each good line gets, in the crowd, what it gets alone, its seed's tokens included; each bad
+    one its own error; and lines are read only as fast as they can be served."""
+    bad = bad_lines()
+    num_good = 200 - len(bad)
+    good = [(f"good-{number}", *good_request(number)) for number in range(num_good)]
+    # A bad line behind every third good one, the first behind the one whose custom_id it repeats.
+    lines: list[tuple[bytes, str | None]] = []
+    for number, (custom_id, url, body) in enumerate(good):
+        lines.append((line(custom_id, url, **body), custom_id))
+        if number % 3 == 0 and number // 3 < len(bad):
+            lines.append(bad[number // 3][:2])
+    assert len(lines) == 200
+    source, target, ahead = CountingSource(b"".join(text for text, _ in lines)), io.BytesIO(), []
+
+    def note() -> None:
+        ahead.append(source.lines_read - len(ahead) - 1)
+
+    counts = run_batch(llm, source, target, ["tiny"], note)
+    rows = [json.loads(row) for row in target.getvalue().splitlines()]
+    assert counts == BatchCounts(num_good, len(bad))
+    assert len(rows) == len(ahead) == 200
+    assert max(ahead) <= 2 * MAX_SEQS + 1
+    assert len({row["id"] for row in rows}) == 200
+
+    failed = {row["error"]["line"]: row for row in rows if row["error"] is not None}
+    places = [
+        place for place, (text, _) in enumerate(lines, 1) if text in {text for text, *_ in bad}
+    ]
+    assert sorted(failed) == places
+    for place, (_, custom_id, code, message) in zip(places, bad, strict=True):
+        found = error_of(failed[place])
+        assert failed[place]["custom_id"] == custom_id
+        assert found[0] == code
+        assert message in found[1]
+        assert len(found[1]) < 1100
+
+    answered = {row["custom_id"]: row for row in rows if row["error"] is None}
+    assert list(answered) != [custom_id for custom_id, *_ in good], "in the order of completion"
+    for custom_id, url, body in good:
+        response = answered[custom_id]["response"]
+        assert response["status_code"] == 200
+        assert response["request_id"]
+        choices = response["body"]["choices"]
+        assert [choice["index"] for choice in choices] == list(range(len(choices)))
+        assert [shown(url, choice) for choice in choices] == served_alone(llm, url, body), body
+
+
+def test_greedy_answer(llm: LLM) -> None:
+    """The built-in model's recall, read from a row as a client reads it."""
+    (row,), counts = run(llm, line("x", CHAT, messages=question(21), temperature=0))
+    assert counts == BatchCounts(1, 0)
+    choice = row["response"]["body"]["choices"][0]
+    assert choice["message"]["content"] == "The code of mint is 31-94."
+    assert choice["finish_reason"] == "stop"
+    assert row["response"]["body"]["model"] == "tiny"
+
+
+def test_echo_with_logprobs(llm: LLM) -> None:
+    """What lm-eval asks: the log-probabilities of a text, with and without a token behind it."""
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode(TEXT)
+    fields = {"prompt": [ids, ids[:4]], "echo": True, "logprobs": 1, "temperature": 0}
+    rows, _ = run(llm, line("0", max_tokens=0, **fields) + line("1", max_tokens=1, **fields))
+    (reference,) = llm.generate(
+        TEXT, SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
+    )
+    assert reference.prompt_logprobs is not None
+    expected = [entry and entry.token_logprob for entry in reference.prompt_logprobs]
+    for row, extra in zip(sorted(rows, key=lambda row: row["custom_id"]), (0, 1), strict=True):
+        long, short = row["response"]["body"]["choices"]
+        assert long["text"] == TEXT + (reference.outputs[0].text if extra else "")
+        assert long["logprobs"]["token_logprobs"][: len(ids)] == expected
+        assert len(long["logprobs"]["tokens"]) == len(ids) + extra
+        assert short["logprobs"]["token_logprobs"][:4] == expected[:4]
+        assert row["response"]["body"]["usage"]["completion_tokens"] == 2 * extra
+
+
+def test_large_lines(llm: LLM) -> None:
+    """10 MB that change nothing are served, a prompt of 10 MB is refused, a line over the limit is
+    not kept, and the lines after them are read."""
+    small = {"prompt": [7, 8], "max_tokens": 1, "temperature": 0}
+    lines = [
+        line("a", metadata={"x": "y" * 10_000_000}, **small),
+        line("b", prompt="The Congress " * 800_000),
+        line("c", metadata={"x": "y" * batch.MAX_LINE_BYTES}, **small),
+        line("d", **small),
+    ]
+    rows, counts = run(llm, b"".join(lines))
+    assert counts == BatchCounts(2, 2)
+    found = {row["custom_id"]: row for row in rows}
+    assert found["a"]["response"]["body"]["choices"] == found["d"]["response"]["body"]["choices"]
+    assert "leaves no room for output within max_model_len 512" in error_of(found["b"])[1]
+    assert error_of(found[None]) == ("invalid_request", "the line is longer than 33554432 bytes")
+    assert found[None]["error"]["line"] == 3
+
+
+# --- lines and rows ---
+
+
+def test_limit_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line as long as the limit is read, with and without a line break; one byte more is not."""
+    text = line("a", prompt="x").rstrip()
+    for data, fits in ((text, 0), (text, 1), (text + b"\n", 0), (text + b"\n", 1)):
+        monkeypatch.setattr(batch, "MAX_LINE_BYTES", len(text) - 1 + fits)
+        (row,), _ = run(FakeLLM(one_by_one), data)
+        assert (row["error"] is None) == bool(fits)
+
+
+def test_line_breaks() -> None:
+    """CRLF, blank lines, a last line without a break, and no break but "\\n"."""
+    data = line("a", prompt="x").replace(b"\n", b"\r\n") + b"\n \r\n\n"
+    data += '{"custom_id": "\u2028\x85", "method": "POST"}\n'.encode()
+    data += line("b", prompt="x").rstrip()
+    rows, counts = run(FakeLLM(one_by_one), data)
+    assert [row["custom_id"] for row in rows] == ["a", "\u2028\x85", "b"]
+    assert counts == BatchCounts(2, 1)
+    assert rows[1]["error"]["line"] == 5
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", b" "])
+def test_nothing_to_do(data: bytes) -> None:
+    assert run(FakeLLM(one_by_one), data) == ([], BatchCounts(0, 0))
+
+
+def test_prompts_of_a_row_in_any_order() -> None:
+    """A row is written when its last prompt is done, its choices in the order of the prompts; one
+    that fails is written once, and its other prompts are not drawn."""
+    drawn = []
+
+    def backwards(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
+        for start in range(0, 4, 2):
+            drawn.append(len(list(itertools.islice(requests, 2))))
+            yield answer(start + 1)
+            if start == 0:
+                yield answer(start)
+            else:
+                yield start, RequestOutput("", None, [], None, [], finished=True, error="bad")
+        drawn.append(len(list(requests)))
+        yield answer(4)
+
+    data = line("a", prompt=["0", "1"]) + line("b", prompt=["2", "3", "4", "5"])
+    data += line("c", prompt="6")
+    rows, counts = run(FakeLLM(backwards), data)
+    assert [row["custom_id"] for row in rows] == ["a", "b", "c"]
+    texts = [choice["text"] for choice in rows[0]["response"]["body"]["choices"]]
+    assert texts == ["answer 0", "answer 1"]
+    assert error_of(rows[1]) == ("invalid_request", "prompt[0]: bad")
+    assert drawn == [2, 2, 1]
+    assert counts == BatchCounts(2, 1)
+
+
+class EndlessSource(io.RawIOBase):
+    """A million lines, each made when it is read, all bad but every tenth."""
+
+    num_read = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        self.num_read += 1
+        if self.num_read > 1_000_000:
+            return b""
+        custom_id = f"{self.num_read}"
+        return line(custom_id, prompt="x") if self.num_read % 10 == 0 else b"nope\n"
+
+
+def test_reading_is_lazy() -> None:
+    """No line is read before the model asks for its prompt, nor kept."""
+    source, progress = EndlessSource(), []
+
+    def three(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
+        assert source.num_read == 0
+        for place in range(3):
+            next(requests)
+            assert source.num_read == 10 * (place + 1)
+            yield answer(place)
+
+    target = io.BytesIO()
+    lines: Any = source
+    counts = run_batch(
+        FakeLLM(three), lines, target, ["tiny"], lambda: progress.append(target.tell())
+    )
+    assert counts == BatchCounts(3, 27)
+    # Every row is in the file when it is counted.
+    assert progress == sorted(set(progress))
+    assert target.getvalue().count(b"\n") == len(progress) == 30
+
+
+def test_model_without_a_tokenizer() -> None:
+    """Its answers would have no text."""
+    llm = FakeLLM(one_by_one)
+    llm.tokenizer = None
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        run(llm, line("a", prompt=[1]))
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(line("a", prompt="x") + line("b", prompt="x") + line("c", prompt="x"))
+    return str(source), str(tmp_path / "out.jsonl")
+
+
+def use(monkeypatch: pytest.MonkeyPatch, make: Callable[..., LLM]) -> None:
+    monkeypatch.setattr("serving.cli.batch.LLM", make)
+
+
+def test_exit_codes(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """0 if all rows are good and 1 if one is not; an old output is replaced; nothing is printed."""
+    use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
+    source, target = files
+    Path(target).write_text("old " * 1000)
+    assert main(["batch", source, target]) == 0
+    assert len(Path(target).read_bytes().splitlines()) == 3
+    with open(source, "ab") as file:
+        file.write(b"nope")
+    assert main(["batch", source, target]) == 1
+    assert len(Path(target).read_bytes().splitlines()) == 4
+    assert capsys.readouterr() == ("", "")
+
+
+def test_served_model_names(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value of `--model` and its last part."""
+    use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
+    source, target = files
+    names = ["models/glm", "glm", "models", "/models/glm"]
+    Path(source).write_bytes(
+        b"".join(line(str(place), prompt="x", model=name) for place, name in enumerate(names))
+    )
+    assert main(["batch", source, target, "--model", "models/glm"]) == 1
+    rows = [json.loads(row) for row in Path(target).read_text().splitlines()]
+    assert [row["error"] is None for row in rows] == [True, True, False, False]
+    assert {error_of(row)[0] for row in rows[2:]} == {"model_not_found"}
+
+
+def failing(error: BaseException) -> Callable[..., LLM]:
+    """An engine that raises after its first answer."""
+
+    def serve(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
+        next(requests)
+        yield answer(0)
+        raise error
+
+    return lambda *_, **__: FakeLLM(serve)
+
+
+def assert_one_row(target: str) -> None:
+    data = Path(target).read_bytes()
+    assert data.endswith(b"\n")
+    (row,) = data.splitlines()
+    assert json.loads(row)["custom_id"] == "a"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("out of memory")])
+def test_engine_failure(
+    files: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    """Exit code 2, the error on standard error, and the rows so far on disk."""
+    use(monkeypatch, failing(error))
+    assert main(["batch", *files]) == 2
+    assert "out of memory" in capsys.readouterr().err + caplog.text
+    assert_one_row(files[1])
+
+
+def test_interruption(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control-C leaves whole rows."""
+    use(monkeypatch, failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        main(["batch", *files])
+    assert_one_row(files[1])
+
+
+def test_output_that_is_the_input(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """By the same name, another, a symbolic or a hard link: refused before the model is loaded,
+    and nothing is lost."""
+    use(monkeypatch, lambda *_, **__: pytest.fail("the model was loaded"))
+    source = Path(files[0])
+    before = source.read_bytes()
+    symbolic, hard = source.with_name("symbolic"), source.with_name("hard")
+    symbolic.symlink_to(source)
+    os.link(source, hard)
+    (source.parent / "folder").mkdir()
+    other = source.parent / "folder" / ".." / source.name
+    for name in (source, symbolic, hard, other):
+        for arguments in ((source, name), (name, source)):
+            assert main(["batch", *map(str, arguments)]) == 2
+            assert "is the input" in capsys.readouterr().err
+            assert source.read_bytes() == before
+
+
+def test_standard_streams_that_are_the_same_file(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`< file` and `>> file` are its input and output, too."""
+    use(monkeypatch, lambda *_, **__: pytest.fail("the model was loaded"))
+    before = Path(files[0]).read_bytes()
+    for arguments in (["-", files[0]], [files[0], "-"], ["-", "-"]):
+        with open(files[0]) as stdin, open(files[0], "a") as stdout, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stdin)
+            patch.setattr(sys, "stdout", stdout)
+            assert main(["batch", *arguments]) == 2
+        assert "is the input" in capsys.readouterr().err
+        assert Path(files[0]).read_bytes() == before
+
+
+def test_standard_streams_that_are_closed(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Python has none then."""
+    use(monkeypatch, lambda *_, **__: pytest.fail("the model was loaded"))
+    for name, arguments in (("stdin", ["-", files[1]]), ("stdout", [files[0], "-"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, name, None)
+            assert main(["batch", *arguments]) == 2
+        assert "is closed" in capsys.readouterr().err
+
+
+def test_standard_input_that_ends_at_once(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty batch."""
+    use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["batch", "-", files[1]]) == 0
+    assert Path(files[1]).read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("missing", "out", "missing"),
+        ("folder", "out", "folder"),
+        ("in.jsonl", "folder", "is a directory"),
+        ("in.jsonl", "nowhere/out", "there is no directory"),
+    ],
+)
+def test_files_that_cannot_be_opened(
+    files: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    source: str,
+    target: str,
+    message: str,
+) -> None:
+    """Refused before the model is loaded; no output is made."""
+    use(monkeypatch, lambda *_, **__: pytest.fail("the model was loaded"))
+    folder = Path(files[0]).parent
+    (folder / "folder").mkdir()
+    assert main(["batch", str(folder / source), str(folder / target)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_output_outlives_a_model_that_is_refused(
+    files: tuple[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    """An old output is still what it was."""
+    Path(files[1]).write_text("old")
+    assert main(["batch", *files, "--model", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+    assert Path(files[1]).read_text() == "old"
+
+
+def run_process(
+    stdin: bytes, stdout: BinaryIO | int = subprocess.PIPE
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs the command on the built-in model, between standard streams."""
+    command = [sys.executable, "-m", "serving.cli", "batch", "-", "-", "--max-model-len", "512"]
+    return subprocess.run(command, input=stdin, stdout=stdout, stderr=subprocess.PIPE, check=False)
+
+
+def test_as_a_filter(llm: LLM) -> None:
+    """Standard input to standard output; input that ends within a line ends the batch with its
+    error."""
+    good = line("a", prompt=[7, 8], max_tokens=1, temperature=0)
+    done = run_process(good + line("b", prompt="x")[:40])
+    assert done.returncode == 1, done.stderr
+    rows = {row["custom_id"]: row for row in map(json.loads, done.stdout.splitlines())}
+    (alone,) = llm.generate(
+        {"prompt_token_ids": [7, 8]}, SamplingParams(temperature=0, max_tokens=1)
+    )
+    text = rows["a"]["response"]["body"]["choices"][0]["text"]
+    assert text == alone.outputs[0].text
+    assert "not JSON" in error_of(rows[None])[1]
+    assert done.stderr == b""
+
+
+def test_reader_that_goes_away() -> None:
+    """A closed pipe ends the command with a line on standard error."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as stdout:
+        done = run_process(b"nope\n" * 3, stdout)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"glm53: ")
+    assert b"Broken pipe" in done.stderr
+    assert done.stderr.count(b"\n") == 1
