@@ -18,7 +18,7 @@ BUILT_IN_MODEL = "tiny"
 
 _DTYPES = ("auto", "float32", "bfloat16")
 _CPU_CACHE_BYTES = 1 << 30
-_DEVICE_MEMORY_SHARE = 0.92
+DEVICE_MEMORY_SHARE = 0.92
 
 
 def model_path(model: str | Path) -> Path:
@@ -125,4 +125,4 @@ def _free_bytes(device: Any) -> int:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(f"{device} does not tell its memory: set device_pages")
-    return int(stats["bytes_limit"] * _DEVICE_MEMORY_SHARE) - stats["bytes_in_use"]
+    return int(stats["bytes_limit"] * DEVICE_MEMORY_SHARE) - stats["bytes_in_use"]

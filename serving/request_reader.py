@@ -219,7 +219,8 @@ def _render(prompt: Mapping[str, Any]) -> str:
 
 
 def _numbered(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of one of several continuations."""
-    if params.seed is None or params.n == 1:
+    """The parameters of one of several continuations; the first tells of the prompt."""
+    if number == 0:
         return params
-    return dataclasses.replace(params, seed=params.seed + number)
+    seed = None if params.seed is None else params.seed + number
+    return dataclasses.replace(params, seed=seed, prompt_logprobs=None)

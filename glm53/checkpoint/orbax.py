@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from glm53.checkpoint.errors import CheckpointError
+from glm53.checkpoint.new_directory import sync, sync_tree
 from glm53.config import GLMConfig
 from glm53.model import abstract_model
 from glm53.sharding import check_mesh, parameter_shardings
@@ -17,10 +18,14 @@ from glm53.sharding import check_mesh, parameter_shardings
 CONFIG_FILE = "glm53_config.json"
 _PARAMS = "params"
 _SHOWN = 400
+# Stacks of parameters are large: they are stored in pieces, which are compressed one by one.
+_CHUNK_BYTES = 1 << 26
 
 
 def save_orbax(path: str | Path, config: GLMConfig, params: nnx.State) -> None:
     """Writes parameters and config to a new directory.
+
+    An interrupted save leaves a directory that is not a checkpoint.
 
     Raises:
         FileExistsError: the directory exists.
@@ -29,11 +34,22 @@ def save_orbax(path: str | Path, config: GLMConfig, params: nnx.State) -> None:
     if path.exists():
         raise FileExistsError(f"{path} exists; choose a new directory")
     path.mkdir(parents=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / _PARAMS, nnx.to_pure_dict(params))
-    # Written last: a directory without it is not a checkpoint.
-    text = json.dumps(dataclasses.asdict(config), indent=1)
-    (path / CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_orbax(path, config, params)
+
+
+def write_orbax(path: Path, config: GLMConfig, params: nnx.State) -> None:
+    """Writes parameters and config into an existing directory; an absolute path."""
+    tree = nnx.to_pure_dict(params)
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    with ocp.StandardCheckpointer(save_concurrent_gb=_concurrent_gb(params)) as checkpointer:
+        checkpointer.save(path / _PARAMS, tree, save_args=chunks)
+    sync_tree(path / _PARAMS)
+    # Put in place last and whole: a directory without it is not a checkpoint.
+    temporary = path / f".{CONFIG_FILE}"
+    temporary.write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+    sync(temporary)
+    temporary.rename(path / CONFIG_FILE)
+    sync(path)
 
 
 def read_orbax_config(path: str | Path) -> GLMConfig:
@@ -66,7 +82,7 @@ def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
     path = Path(path).absolute()
     stored = read_orbax_config(path)
     _, abstract = abstract_model(config)
-    _check_same_model(path, config, stored)
+    check_same_model(path, config, stored)
     shardings = parameter_shardings(abstract, mesh)
     targets = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -74,7 +90,9 @@ def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
         nnx.to_pure_dict(shardings),
     )
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        _, on_disk = abstract_model(stored)
+        limit = _concurrent_gb(on_disk)
+        with ocp.StandardCheckpointer(restore_concurrent_gb=limit) as checkpointer:
             restored = checkpointer.restore(path / _PARAMS, targets)
     except Exception as error:  # of truncated data orbax reports a bare Exception, pages long
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN]
@@ -83,8 +101,20 @@ def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
     return abstract
 
 
-def _check_same_model(path: Path, config: GLMConfig, stored: GLMConfig) -> None:
-    """Only how the model is computed may differ from what was saved."""
+def _concurrent_gb(params: nnx.State) -> int:
+    """How much orbax may read or write at once: the largest array as it is stored.
+
+    orbax refuses an array beyond its limit, and holds copies of arrays up to it.
+    """
+    return max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) // 10**9 + 1
+
+
+def check_same_model(path: Path, config: GLMConfig, stored: GLMConfig) -> None:
+    """Only how the model is computed may differ from what was saved.
+
+    Raises:
+        CheckpointError: something else does; all such fields are named.
+    """
     runtime = {"compute_dtype", "latent_norm_eps", "activation_quantization"}
     problems = []
     for field in dataclasses.fields(GLMConfig):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import ml_dtypes
 import numpy as np
 
-_DTYPES: dict[str, np.dtype] = {
+DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -109,21 +109,21 @@ class SafetensorsFile:
                 done += count
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), tensor.start, data.size, os.POSIX_FADV_DONTNEED)
-        return data.view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return data.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 def _entry(name: str, entry: Any, base: int) -> StoredTensor:
     if not isinstance(entry, dict):
         raise ValueError(f"the entry of {name} is not an object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {_short(dtype)}")
     if not _are_sizes(shape, most=_MOST_AXES):
         raise ValueError(f"{name} has shape {_short(shape)}")
     if not _are_sizes(offsets, most=2) or len(offsets) != 2:
         raise ValueError(f"{name} has data_offsets {_short(offsets)}")
     start, end = offsets
-    if end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+    if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{name} has {end - start} bytes for {dtype} {shape}")
     return StoredTensor(dtype, tuple(shape), base + start, base + end)
 
