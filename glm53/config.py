@@ -16,6 +16,13 @@ FloatType = Literal["float32", "bfloat16"]
 FLOAT_TYPES = ("float32", "bfloat16")
 MODEL_TYPE = "glm_moe_dsa"
 FP8_BLOCK = 128
+FP8_QUANTIZATION: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
+"""What a `config.json` says of block-FP8 weights."""
 
 # Settings that change the arithmetic and have one supported value; absent or null means that value.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -435,13 +442,7 @@ def _fp8_weights(quantization: Any) -> bool:
         return False
     if not isinstance(quantization, Mapping):
         raise ValueError(f"quantization_config must be an object, got {quantization!r}")
-    wanted = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-    }
-    for name, value in wanted.items():
+    for name, value in FP8_QUANTIZATION.items():
         given = _optional(quantization, name, value if name == "fmt" else None)
         if (list(given) if isinstance(given, tuple) else given) != value:
             raise ValueError(

@@ -103,14 +103,26 @@ class MixtureOfExperts(nnx.Module):
             jnp.arange(num_tokens * per_token, dtype=jnp.int32) // per_token, mode="drop"
         )
 
-        def run_tile(tile: jax.Array, outputs: jax.Array) -> jax.Array:
-            start = tile * ROW_TILE
-            inputs = padded[lax.dynamic_slice_in_dim(source, start, ROW_TILE)]
-            expert = self.experts.bind(layer, dispatch.tile_expert[tile])
-            return lax.dynamic_update_slice_in_dim(outputs, expert(inputs), start, 0)
+        def run_expert(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """All tiles of the expert of a tile, whose weights are taken out of the stack once."""
+            first, outputs = state
+            number = dispatch.tile_expert[first]
+            expert = self.experts.bind(layer, number)
+
+            def run_tile(tile: jax.Array, outputs: jax.Array) -> jax.Array:
+                start = tile * ROW_TILE
+                inputs = padded[lax.dynamic_slice_in_dim(source, start, ROW_TILE)]
+                return lax.dynamic_update_slice_in_dim(outputs, expert(inputs), start, 0)
+
+            end = dispatch.tiles_end[number]
+            return end, lax.fori_loop(first, end, run_tile, outputs)
 
         outputs = jnp.zeros((dispatch.num_places, rows.shape[1]), rows.dtype)
-        outputs = lax.fori_loop(0, dispatch.num_tiles, run_tile, outputs)
+        _, outputs = lax.while_loop(
+            lambda state: state[0] < dispatch.tiles_end[-1],
+            run_expert,
+            (jnp.int32(0), outputs),
+        )
         picked = outputs.at[dispatch.place].get(mode="fill", fill_value=0)
         picked = picked.reshape(num_tokens, per_token, -1)
 
@@ -128,7 +140,7 @@ class ExpertDispatch:
 
     Attributes:
         num_places: static number of rows of the buffer.
-        num_tiles: tiles in use.
+        tiles_end: the tile behind each expert's last.
         tile_expert: expert of each tile.
         place: row of the buffer of each pair; `num_places` for padding.
     """
@@ -138,11 +150,11 @@ class ExpertDispatch:
         most_tiles = (pairs + min(num_experts, pairs) * (ROW_TILE - 1)) // ROW_TILE
         self.num_places = most_tiles * ROW_TILE
         counts = jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop")
-        tiles_end = jnp.cumsum(-(-counts // ROW_TILE))
-        self.num_tiles = tiles_end[-1]
+        tiles = -(-counts // ROW_TILE)
+        self.tiles_end = jnp.cumsum(tiles, dtype=jnp.int32)
         tile_numbers = jnp.arange(most_tiles)[:, None]
-        self.tile_expert = jnp.sum(tile_numbers >= tiles_end, axis=1, dtype=jnp.int32)
-        first_place = (tiles_end - (-(-counts // ROW_TILE))) * ROW_TILE
+        self.tile_expert = jnp.sum(tile_numbers >= self.tiles_end, axis=1, dtype=jnp.int32)
+        first_place = (self.tiles_end - tiles) * ROW_TILE
         first_pair = jnp.cumsum(counts) - counts
         order = jnp.argsort(experts, stable=True)
         ordered = jnp.minimum(experts[order], num_experts - 1)

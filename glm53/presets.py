@@ -2,16 +2,9 @@
 
 from typing import Any
 
-from glm53.config import FP8_BLOCK, GLMConfig
+from glm53.config import FP8_QUANTIZATION, GLMConfig
 
-_FP8 = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-    }
-}
+_FP8 = {"quantization_config": FP8_QUANTIZATION}
 
 _GLM_5: dict[str, Any] = {
     "model_type": "glm_moe_dsa",

@@ -15,7 +15,7 @@ from glm53.checkpoint.new_directory import new_directory
 from glm53.checkpoint.orbax import CONFIG_FILE, check_same_model, write_orbax
 from glm53.checkpoint.safetensors_writer import write_safetensors
 from glm53.checkpoint.source import load_checkpoint, read_config
-from glm53.config import FP8_BLOCK, MODEL_TYPE, GLMConfig
+from glm53.config import FP8_QUANTIZATION, MODEL_TYPE, GLMConfig
 from kvcache.store import MESH_AXIS
 
 _HF_CONFIG = "config.json"
@@ -107,12 +107,7 @@ def hugging_face_config(config: GLMConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": fields.pop("rope_theta"), "rope_type": "default"},
     }
     if fields.pop("fp8_weights"):
-        fields["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        }
+        fields["quantization_config"] = FP8_QUANTIZATION
     return fields
 
 

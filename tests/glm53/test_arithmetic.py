@@ -28,7 +28,7 @@ def test_expert_dispatch(case: tuple[int, list[int]]) -> None:
     """Each pair gets a place of its own in a tile of its expert, and only needed tiles are used."""
     num_experts, experts = case
     dispatch = ExpertDispatch(jnp.asarray(experts, jnp.int32), num_experts)
-    place, num_tiles = np.asarray(dispatch.place), int(dispatch.num_tiles)
+    place, num_tiles = np.asarray(dispatch.place), int(dispatch.tiles_end[-1])
     counts = np.bincount(experts, minlength=num_experts + 1)[:num_experts]
     assert num_tiles == sum(-(-count // ROW_TILE) for count in counts)
     assert num_tiles * ROW_TILE <= dispatch.num_places
@@ -44,7 +44,7 @@ def test_expert_dispatch(case: tuple[int, list[int]]) -> None:
 def test_expert_work_follows_the_tokens() -> None:
     """One token of a model with 256 experts takes a tile for each of its experts, no more."""
     dispatch = ExpertDispatch(jnp.asarray([3, 250, 17, 0, 99, 98, 97, 255], jnp.int32), 256)
-    assert int(dispatch.num_tiles) == 8
+    assert int(dispatch.tiles_end[-1]) == 8
     assert dispatch.num_places == 8 * ROW_TILE
 
 
