@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jaxtyping
 import pytest
 
 from glm53 import LLM, RequestOutput, SamplingParams, chat
@@ -20,18 +19,13 @@ from serving.batch import BatchCounts, run_batch
 from serving.cli import main
 from serving.engine_options import BUILT_IN_MODEL, model_path
 from serving.outputs import CompletionOutput
+from tests.support import GOLDEN
+
+pytestmark = pytest.mark.usefixtures("as_a_user")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_SEQS = 4
 TEXT = "The Congress of the United States"
-
-
-@pytest.fixture(autouse=True)
-def as_a_user() -> Iterator[None]:
-    """Without the type checks of the tests, which would refuse wrong types first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")
@@ -468,6 +462,9 @@ def test_served_model_names(files: tuple[str, str], monkeypatch: pytest.MonkeyPa
     """The value of `--model` and its last part."""
     use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
     source, target = files
+    monkeypatch.chdir(Path(source).parent)
+    Path("models/glm").mkdir(parents=True)
+    Path("models/glm/tokenizer.json").touch()
     names = ["models/glm", "glm", "models", "/models/glm"]
     Path(source).write_bytes(
         b"".join(line(str(place), prompt="x", model=name) for place, name in enumerate(names))
@@ -514,9 +511,19 @@ def test_engine_failure(
 def test_interruption(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Control-C leaves whole rows."""
     use(monkeypatch, failing(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        main(["batch", *files])
+    assert main(["batch", *files]) == 130
     assert_one_row(files[1])
+
+
+def test_a_model_without_text(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Refused before it is loaded, and before the output is emptied."""
+    use(monkeypatch, lambda *_, **__: pytest.fail("the model was loaded"))
+    Path(files[1]).write_text("kept")
+    assert main(["batch", *files, "--model", str(GOLDEN / "tiny_f32")]) == 2
+    assert "no tokenizer.json" in capsys.readouterr().err
+    assert Path(files[1]).read_text() == "kept"
 
 
 def test_output_that_is_the_input(

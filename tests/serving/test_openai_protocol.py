@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -23,6 +21,8 @@ from serving.openai_protocol import (
 from serving.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("as_a_user")
+
 NAMES = ["path/to/tiny", "tiny"]
 USER = [{"role": "user", "content": "Hi"}]
 TOOLS = [
@@ -36,14 +36,6 @@ TOOLS = [
 ]
 CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</arg_value>"
 CALL += "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
-
-
-@pytest.fixture(autouse=True)
-def as_a_user() -> Iterator[None]:
-    """Without the type checks of the tests, which would refuse wrong types first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")
