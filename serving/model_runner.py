@@ -83,7 +83,8 @@ class ModelRunner:
     @property
     def usable(self) -> bool:
         """Whether there is a store: a reset may have failed for want of memory."""
-        return not any(array.is_deleted() for array in jax.tree.leaves(self._store))
+        state = (self._store, self._sequences, self._sampling)
+        return not any(array.is_deleted() for array in jax.tree.leaves(state))
 
     def _start_empty(self) -> None:
         self.pool = PagePool(self.geometry)

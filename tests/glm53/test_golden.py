@@ -241,5 +241,6 @@ def test_activation_quantization() -> None:
     ids = golden["p0_ids"]
     run.open(0, len(ids))
     logits = np.asarray(run.append({0: ids}, rows=ROWS).logits)[0, : config.index_topk]
-    error = np.abs(logits - golden["p0_e5_logits"][: config.index_topk]).max(axis=1)
-    assert 1e-3 < np.median(error) < 1
+    error = logits - golden["p0_e5_logits"][: config.index_topk]
+    # Logits vary by 1; unrelated ones would differ by 1.4.
+    assert 1e-3 < np.sqrt(np.mean(error**2)) < 0.4

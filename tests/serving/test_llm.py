@@ -319,7 +319,8 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
     assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
 
 
-def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["KVStore", "SequenceState", "SamplingState"])
+def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """If the store cannot be built anew either, a later call still starts from an empty one."""
     golden = golden_arrays("tiny_f32")
     prompt = ids(golden["p0_ids"])
@@ -328,7 +329,7 @@ def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(ModelRunner, "decode", fail)
-    monkeypatch.setattr("serving.model_runner.KVStore.create", fail)
+    monkeypatch.setattr(f"serving.model_runner.{part}.create", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         llm.generate(prompt, FREE)
     monkeypatch.undo()
