@@ -12,7 +12,6 @@ from glm53.kv_geometry import kv_geometry
 from glm53.steps import Steps
 from kvcache import KVGeometry, KVStore, PagePool, SequenceState
 from kvcache.sequence_state import assign_slot
-from kvcache.store import map_pages
 
 
 def float32_geometry(config: GLMConfig, num_sequences: int, num_tokens: int) -> KVGeometry:
@@ -25,7 +24,7 @@ def float32_geometry(config: GLMConfig, num_sequences: int, num_tokens: int) -> 
         max_sequences=num_sequences,
     )
     pages = num_sequences * one_page.max_pages_per_sequence
-    return dataclasses.replace(one_page, num_pages=pages, device_pages=pages)
+    return dataclasses.replace(one_page, device_pages=pages)
 
 
 def open_sequences(steps: Steps) -> tuple[KVStore, SequenceState]:
@@ -39,12 +38,12 @@ def open_sequences(steps: Steps) -> tuple[KVStore, SequenceState]:
     sequences = SequenceState.create(
         geometry, steps.config.hidden_size, steps.config.compute_dtype, steps.mesh
     )
-    pool = PagePool(geometry)
+    pool = PagePool(geometry.num_pages, lambda page: None)
+    places = jnp.arange(geometry.device_pages, dtype=jnp.int32)
+    places = jax.device_put(places, store.device_page.sharding)
+    store = dataclasses.replace(store, device_page=places)
     for slot in range(geometry.max_sequences):
-        pages = pool.allocate(geometry.max_pages_per_sequence)
-        places = [pool.device_page(page) for page in pages]
-        table = jnp.asarray(pages, jnp.int32)
-        store = map_pages(store, table, jnp.asarray(places, jnp.int32))
+        table = jnp.asarray(pool.allocate(geometry.max_pages_per_sequence), jnp.int32)
         sequences = assign_slot(sequences, jnp.int32(slot), table, jnp.int32(0))
     return store, sequences
 

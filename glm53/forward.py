@@ -19,7 +19,8 @@ from glm53.rope import rope_angles
 from glm53.row_tiles import map_row_tiles
 from kvcache.geometry import KVGeometry
 from kvcache.pytree import pytree_dataclass
-from kvcache.store import MESH_AXIS, KVStore, append_index_keys, append_rows, locate_rows
+from kvcache.selection import StagedPages, find_selected, stage_layer
+from kvcache.store import MESH_AXIS, KVStore, append_index_keys, append_rows
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
 from pallas_kernels.sparse_attention import sparse_attention
@@ -34,10 +35,12 @@ class Rows:
     Attributes:
         positions: int32 [groups, rows], position of each row in its sequence's pages, ascending
             within a group; -1 is padding, which reads and writes nothing.
+        slots: int32 [groups], slot of each group's sequence; -1 is padding.
         block_tables: int32 [groups, context_pages], the first pages of each group's sequence.
     """
 
     positions: Int[Array, "groups rows"]
+    slots: Int[Array, " groups"]
     block_tables: Int[Array, "groups context_pages"]
 
     @property
@@ -59,10 +62,12 @@ class Selection:
         positions: int32 [tokens, index_topk], ascending, then -1.
         row_ids: int32 [tokens, index_topk], this device's physical rows in the same order, -1 where
             another device owns the position.
+        staged: host pages that each layer stages before it attends; None without a host tier.
     """
 
     positions: Int[Array, "tokens k"]
     row_ids: Int[Array, "tokens k"]
+    staged: StagedPages | None
 
 
 @pytree_dataclass
@@ -125,7 +130,8 @@ class Forward:
     def no_selection(self) -> Selection:
         """A selection of nothing, for a layer that makes its own."""
         nothing = jnp.full((self.positions.shape[0], self.config.index_topk), -1, jnp.int32)
-        return Selection(nothing, nothing)
+        staged = StagedPages.none(self.geometry) if self.geometry.has_host_tier else None
+        return Selection(nothing, nothing, staged)
 
     def trunk(
         self, store: KVStore, token_ids: Int[Array, " tokens"], trace: bool = False
@@ -170,6 +176,7 @@ class Forward:
     ) -> tuple[Float[Array, "tokens hidden"], KVStore, Selection]:
         """One decoder layer: attention, then the dense MLP or the experts."""
         query, store, selection = self._project(index, hidden, store, selection)
+        store = stage_layer(store, index.layer, selection.staged)
         attended = self._attend(index, query, store, selection)
         hidden = hidden + attended
         mixed = self._experts(index, hidden) if index.sparse else self._dense(index, hidden)
@@ -204,13 +211,16 @@ class Forward:
         if indexed is not None:
             index_query, weights, keys = indexed
             store = append_index_keys(store, geometry, index.index_layer, keys, *where)
-            selection = self._select(index, index_query, weights, store)
+            store, selection = self._select(index, index_query, weights, store)
         return query, store, selection
 
     def _select(
         self, index: LayerIndex, query: jax.Array, weights: jax.Array, store: KVStore
-    ) -> Selection:
-        """The exact global top-k: each device's best, then the best of all devices'."""
+    ) -> tuple[KVStore, Selection]:
+        """The exact global top-k: each device's best, then the best of all devices'.
+
+        What it selects is found, and staged as far as it is not on the device.
+        """
         geometry = self.geometry
         num_groups, num_rows = self.rows.positions.shape
         num_local = self.rows.block_tables.shape[1] * geometry.rows_per_device
@@ -250,7 +260,12 @@ class Forward:
         chunked = (split(query, 0), split(weights, 0), split(self.positions, -1), tables)
         scores, positions = (join(found) for found in lax.map(select, chunked))
         best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
-        return Selection(best, locate_rows(store, geometry, self.tables, best, self.device))
+        grouped = best.reshape(num_groups, num_rows, -1)
+        tables, slots = self.rows.block_tables, self.rows.slots
+        store, row_ids, staged = find_selected(
+            store, geometry, index.index_layer, index.layer, slots, tables, grouped, self.device
+        )
+        return store, Selection(best, row_ids.reshape(best.shape), staged)
 
     def _attend(
         self, index: LayerIndex, query: jax.Array, store: KVStore, selection: Selection
@@ -259,7 +274,13 @@ class Forward:
         scale = self.config.qk_head_dim**-0.5
         query = lax.all_gather(query, MESH_AXIS, axis=1, tiled=True)  # [tokens, heads, values]
         mixed, lse = sparse_attention(
-            query, store.slab, index.layer, selection.row_ids, scale, self.geometry.row_format
+            query,
+            store.slab,
+            None if store.host is None else store.host.slab,
+            index.layer,
+            selection.row_ids,
+            scale,
+            self.geometry.row_format,
         )
         shards = self.geometry.num_devices
 

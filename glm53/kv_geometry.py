@@ -1,6 +1,7 @@
 """The store's sizes for a model: what a cached row and an index key of it look like."""
 
 from glm53.config import GLMConfig
+from glm53.layer_plan import index_groups
 from kvcache.geometry import KVGeometry
 from pallas_kernels.row_format import E4M3_MAX, RowFormat, RowKind
 
@@ -18,8 +19,11 @@ def kv_geometry(
     num_devices: int = 1,
     rows_per_device: int = 64,
     with_mtp: bool = False,
+    host_pages: int = 0,
+    hot_rows: int = 0,
+    staging_pages: int = 0,
 ) -> KVGeometry:
-    """Sizes of a store that keeps every row on the device.
+    """Sizes of a store.
 
     Args:
         config: the model.
@@ -30,6 +34,9 @@ def kv_geometry(
         num_devices: devices of the mesh.
         rows_per_device: rows of a page on one device.
         with_mtp: keep the MTP layer's rows and index keys too.
+        host_pages: pages of the host tier; without it every page stays on the device.
+        hot_rows: rows that a sequence may keep on each device of pages that are not there.
+        staging_pages: device pages that a prefill may borrow for such pages.
 
     Raises:
         ValueError: a size is refused.
@@ -37,10 +44,11 @@ def kv_geometry(
     mtp_layers = config.num_nextn_predict_layers if with_mtp else 0
     rows_per_page = rows_per_device * num_devices
     return KVGeometry(
-        num_layers=config.num_hidden_layers + mtp_layers,
-        num_index_layers=config.indexer_types.count("full") + mtp_layers,
-        num_pages=device_pages,
+        group_layers=index_groups(config) + (1,) * mtp_layers,
         device_pages=device_pages,
+        host_pages=host_pages,
+        hot_rows=hot_rows,
+        staging_pages=staging_pages,
         num_devices=num_devices,
         max_sequences=max_sequences,
         max_pages_per_sequence=-(-max_model_len // rows_per_page),

@@ -5,6 +5,7 @@ layers, indexers over the full ones, dense MLPs and experts over theirs.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -61,6 +62,14 @@ def layer_indices(config: GLMConfig) -> tuple[LayerIndex, ...]:
         sparse_before += sparse
         dense_before += not sparse
     return tuple(out)
+
+
+def index_groups(config: GLMConfig) -> tuple[int, ...]:
+    """The trunk's layers by index group: a full layer, and the shared ones that follow it."""
+    starts = [layer for layer, kind in enumerate(config.indexer_types) if kind == "full"]
+    return tuple(
+        end - start for start, end in itertools.pairwise([*starts, config.num_hidden_layers])
+    )
 
 
 def plan_segments(layers: Sequence[LayerIndex]) -> tuple[Segment, ...]:

@@ -22,7 +22,7 @@ from glm53.sharding import check_mesh, parameter_specs
 from kvcache.geometry import KVGeometry
 from kvcache.pytree import pytree_dataclass
 from kvcache.sequence_state import SequenceState
-from kvcache.store import KVStore
+from kvcache.store import KVStore, in_host, on_device
 
 # A step compiles in three quarters of the time, and runs no slower.
 _CPU_COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
@@ -112,6 +112,7 @@ class Steps:
                 partial(self._sharded, step),
                 static_argnames=static,
                 donate_argnums=(1, 2),
+                out_shardings=(None, KVStore.shardings(geometry, mesh), None),
                 compiler_options=_CPU_COMPILER_OPTIONS if on_cpu else None,
             )
 
@@ -129,7 +130,9 @@ class Steps:
         **static: object,
     ) -> tuple[StepOutput | DraftOutput, KVStore, SequenceState]:
         def local(params, store, sequences, batch):
-            return step(nnx.merge(self.graph, params), store, sequences, batch, **static)
+            model = nnx.merge(self.graph, params)
+            output, store, sequences = step(model, on_device(store), sequences, batch, **static)
+            return output, in_host(store), sequences
 
         everywhere = PartitionSpec()
         return jax.shard_map(
@@ -253,4 +256,4 @@ class Steps:
         positions = sequences.length[readable][:, None] + ahead + offsets
         counted = (offsets < num_rows[:, None]) & (slots >= 0)[:, None]
         tables = sequences.block_table[readable, :context_pages]
-        return Rows(jnp.where(counted, positions, -1), tables), readable
+        return Rows(jnp.where(counted, positions, -1), slots, tables), readable

@@ -1,4 +1,4 @@
-"""Every size of the store, and where a position lies."""
+"""Every size of the store, in rows, pages and bytes, and where a position lies."""
 
 import dataclasses
 from typing import TypeVar
@@ -10,6 +10,10 @@ from pallas_kernels.row_format import RowFormat
 
 Position = TypeVar("Position", int, Int[Array, "..."])
 
+MAX_HOT_ROWS = (1 << 15) - 1
+_NUM_READS = 6  # columns of `HostTier.reads`
+_MAY_BE_ZERO = ("host_pages", "hot_rows", "staging_pages")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVGeometry:
@@ -19,24 +23,24 @@ class KVGeometry:
     page ids only and know nothing of the mesh.
 
     Attributes:
-        num_layers: layers with MLA rows.
-        num_index_layers: layers with index keys.
-        num_pages: page ids, each with room for its index keys on the device.
+        group_layers: layers of each index group: a layer with index keys, and those after it that
+            share its selection.
         device_pages: pages whose MLA rows fit on the device.
+        host_pages: pages whose MLA rows fit in host memory; 0 keeps every page on the device.
         num_devices: devices that share each page.
         rows_per_device: rows of a page on one device.
         max_sequences: sequence slots.
         max_pages_per_sequence: length of a block table.
+        hot_rows: rows that a sequence may keep on each device of pages that are not there.
+        staging_pages: device pages that a prefill may borrow for pages that are not there.
         row_format: format of an MLA row.
         index_row_format: format of an index key.
 
     Raises:
-        ValueError: a size is not positive, or pages do not divide a block of keys.
+        ValueError: a size is refused, or pages do not divide a block of keys.
     """
 
-    num_layers: int
-    num_index_layers: int
-    num_pages: int
+    group_layers: tuple[int, ...]
     device_pages: int
     num_devices: int
     max_sequences: int
@@ -44,16 +48,51 @@ class KVGeometry:
     row_format: RowFormat
     index_row_format: RowFormat
     rows_per_device: int = 64
+    host_pages: int = 0
+    hot_rows: int = 0
+    staging_pages: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{field.name} must be positive, got {value}")
+            least = 0 if field.name in _MAY_BE_ZERO else 1
+            if isinstance(value, int) and value < least:
+                kind = "positive" if least else "0 or more"
+                raise ValueError(f"{field.name} must be {kind}, got {value}")
+        if not self.group_layers or min(self.group_layers) < 1:
+            raise ValueError(f"group_layers must be positive, got {self.group_layers}")
         if KEY_BLOCK % self.rows_per_device:
             raise ValueError(f"rows_per_device {self.rows_per_device} must divide {KEY_BLOCK}")
-        if self.device_pages > self.num_pages:
-            raise ValueError(f"device_pages {self.device_pages} exceeds num_pages {self.num_pages}")
+        if self.has_host_tier != (self.hot_rows > 0):
+            raise ValueError(f"hot_rows {self.hot_rows} does not go with {self.host_pages=}")
+        last_row = self.slab_rows + self.host_pages * self.rows_per_device
+        if last_row >= 1 << 31:
+            raise ValueError(
+                f"{last_row} rows of device_pages {self.device_pages} and host_pages "
+                f"{self.host_pages} exceed what a physical row id can name"
+            )
+        if self.hot_rows > MAX_HOT_ROWS:
+            raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether pages may leave the device."""
+        return self.host_pages > 0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with MLA rows."""
+        return sum(self.group_layers)
+
+    @property
+    def num_index_layers(self) -> int:
+        """Layers with index keys, one an index group."""
+        return len(self.group_layers)
+
+    @property
+    def num_pages(self) -> int:
+        """Page ids, each with room for its index keys on the device."""
+        return self.device_pages + self.host_pages
 
     @property
     def rows_per_page(self) -> int:
@@ -62,23 +101,82 @@ class KVGeometry:
 
     @property
     def device_rows(self) -> int:
-        """MLA rows of a layer on one device. Physical ids from here on name host rows."""
+        """MLA rows of a layer on one device."""
         return self.device_pages * self.rows_per_device
 
     @property
+    def slab_rows(self) -> int:
+        """MLA rows of all layers on one device. Physical ids from here on name host rows."""
+        return self.num_layers * self.device_rows
+
+    @property
+    def sequence_rows(self) -> int:
+        """Rows of the longest sequence on one device."""
+        return self.max_pages_per_sequence * self.rows_per_device
+
+    @property
+    def hot_pages(self) -> int:
+        """Device pages that a sequence's hot rows take."""
+        return -(-self.hot_rows // self.rows_per_device)
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of a page's MLA rows, all layers and devices."""
+        """Bytes of a page's MLA rows, all layers and devices, in either tier."""
         return self.num_layers * self.rows_per_page * self.row_format.row_bytes
 
     @property
     def index_page_bytes(self) -> int:
-        """Bytes of a page's index keys, all layers and devices."""
+        """Bytes of a page's index keys, all layers and devices; always on the device."""
         return self.num_index_layers * self.rows_per_page * self.index_row_format.row_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token, all layers: MLA rows and index keys."""
         return (self.page_bytes + self.index_page_bytes) // self.rows_per_page
+
+    @property
+    def hot_row_bytes(self) -> int:
+        """Bytes of one hot row, all layers: every index group has a row there of its own."""
+        return self.num_layers * self.row_format.row_bytes
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes on all devices that hold no row: page maps, selection counts and hot-row maps."""
+        if not self.has_host_tier:
+            return self.num_devices * 8 * self.num_pages
+        hot = self.num_index_layers * (8 * self.hot_rows + 2 * self.sequence_rows)
+        slots = self.max_sequences * (hot + 4 * self.hot_pages + 4 * _NUM_READS)
+        staging = 4 * max(self.staging_pages, 1)
+        return self.num_devices * (slots + 12 * self.num_pages + staging)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the store on all devices."""
+        rows = self.device_pages * self.page_bytes + self.num_pages * self.index_page_bytes
+        return rows + self.bookkeeping_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the store in host memory."""
+        return self.host_pages * self.page_bytes
+
+    def pages_within(self, device_bytes: int, host_bytes: int) -> tuple[int, int]:
+        """Most device and host pages whose bytes fit, index keys of both on the devices.
+
+        Args:
+            device_bytes: bytes on all devices together, for rows and index keys.
+            host_bytes: bytes in host memory.
+
+        Returns:
+            Device pages and host pages. Host pages come first: without index keys on the device
+            they are of no use.
+        """
+        host_pages = host_bytes // self.page_bytes
+        # A host page may take index room on the device, but no more than leaves one page there.
+        spare = device_bytes - self.page_bytes - self.index_page_bytes
+        host_pages = max(0, min(host_pages, spare // self.index_page_bytes))
+        left = device_bytes - host_pages * self.index_page_bytes
+        return left // (self.page_bytes + self.index_page_bytes), host_pages
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

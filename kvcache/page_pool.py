@@ -1,72 +1,138 @@
-"""The host's account of pages: which ids are free, and where their rows lie on the device."""
+"""Page ids: which are free, how often each is referenced, and which the prefix index keeps."""
 
-from collections.abc import Sequence
-
-from kvcache.geometry import KVGeometry
+from collections.abc import Callable
 
 
 class OutOfPagesError(RuntimeError):
-    """The pool has fewer free pages than were asked for."""
+    """Fewer pages, or places for them, are free than were asked for."""
 
 
 class PagePool:
-    """Hands out page ids, each with a page of the device slab.
+    """Reference counts of pages.
 
-    A page id and its device page are numbered independently: ids are taken in ascending order,
-    device pages from the end of the slab.
+    A held page is referenced (count above 0), cached (kept by the prefix index), or both; a page
+    that is neither is free. Ids are taken in ascending order and reused last freed first, places
+    on the device in descending order (`kvcache.residency`): an id that is used as a place by
+    mistake is seldom the right one.
     """
 
-    def __init__(self, geometry: KVGeometry) -> None:
-        self._num_pages = geometry.num_pages
-        self._num_device_pages = geometry.device_pages
-        self._free_pages = list(range(geometry.num_pages - 1, -1, -1))
-        self._free_device_pages = list(range(geometry.device_pages))
-        self._device_page: dict[int, int] = {}
+    def __init__(self, num_pages: int, on_free: Callable[[int], None]) -> None:
+        """Frees every id.
+
+        Args:
+            num_pages: number of ids.
+            on_free: called with a page whose last holder gives it up, just before its id is free.
+        """
+        self._num_pages = num_pages
+        self._on_free = on_free
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references: dict[int, int] = {}  # of held pages
+        self._cached: set[int] = set()
+        self._num_cached_only = 0
 
     @property
     def num_free(self) -> int:
         """Pages that can be allocated now."""
-        return min(len(self._free_pages), len(self._free_device_pages))
+        return len(self._free)
+
+    @property
+    def num_cached_only(self) -> int:
+        """Cached pages that nobody references."""
+        return self._num_cached_only
+
+    def references(self, page: int) -> int:
+        """Reference count of a page, 0 if it is free."""
+        return self._references.get(page, 0)
+
+    def is_cached(self, page: int) -> bool:
+        """Whether the prefix index keeps the page."""
+        return page in self._cached
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages.
+        """Takes `count` pages, each with one reference.
 
         Raises:
             OutOfPagesError: fewer are free; nothing is taken.
         """
         if count > self.num_free:
             raise OutOfPagesError(f"{count} pages wanted, {self.num_free} free")
-        pages = [self._free_pages.pop() for _ in range(count)]
-        for page in pages:
-            self._device_page[page] = self._free_device_pages.pop()
+        pages = [self._free.pop() for _ in range(count)]
+        self._references.update(dict.fromkeys(pages, 1))
         return pages
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Returns pages to the pool.
+    def acquire(self, page: int) -> None:
+        """Adds a reference to a held page.
 
         Raises:
-            ValueError: a page is not allocated, or named twice; nothing is returned.
+            ValueError: the page is free.
         """
-        if len(set(pages)) != len(pages):
-            raise ValueError(f"pages released twice: {sorted(pages)}")
-        unknown = [page for page in pages if page not in self._device_page]
-        if unknown:
-            raise ValueError(f"pages not allocated: {unknown}")
-        for page in pages:
-            self._free_device_pages.append(self._device_page.pop(page))
-            self._free_pages.append(page)
+        self._check_held(page)
+        if self._references[page] == 0:
+            self._num_cached_only -= 1
+        self._references[page] += 1
 
-    def device_page(self, page: int) -> int:
-        """Where an allocated page's rows lie in the slab."""
-        return self._device_page[page]
+    def release(self, page: int) -> None:
+        """Takes a reference away; the last one of a page that is not cached frees it.
+
+        Raises:
+            ValueError: the page is free or not referenced.
+        """
+        self._check_held(page)
+        if self._references[page] == 0:
+            raise ValueError(f"page {page} is released more often than referenced")
+        if self._references[page] == 1 and page not in self._cached:
+            self._make_free(page)
+            return
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._num_cached_only += 1
+
+    def cache(self, page: int) -> None:
+        """Keeps a held page beyond its last reference.
+
+        Raises:
+            ValueError: the page is free or already cached.
+        """
+        self._check_held(page)
+        if page in self._cached:
+            raise ValueError(f"page {page} is already cached")
+        self._cached.add(page)
+
+    def uncache(self, page: int) -> None:
+        """Gives a cached page up, which frees it if nobody references it.
+
+        Raises:
+            ValueError: the page is not cached.
+        """
+        if page not in self._cached:
+            raise ValueError(f"page {page} is not cached")
+        if self._references[page] == 0:
+            self._make_free(page)
+            self._num_cached_only -= 1
+        self._cached.remove(page)
 
     def check_integrity(self) -> None:
-        """Proves that every page and every device page is either free or held, once.
+        """Proves that every id is either free or held, and held for a reason.
 
         Raises:
-            AssertionError: naming what is lost or held twice.
+            AssertionError: naming the ids that are not.
         """
-        pages = sorted(self._free_pages + list(self._device_page))
-        assert pages == list(range(self._num_pages)), f"page ids lost or doubled: {pages}"
-        places = sorted(self._free_device_pages + list(self._device_page.values()))
-        assert places == list(range(self._num_device_pages)), f"device pages lost: {places}"
+        ids = sorted(self._free + list(self._references))
+        assert ids == list(range(self._num_pages)), f"page ids lost or held twice: {ids}"
+        negative = [page for page, count in self._references.items() if count < 0]
+        assert not negative, f"page references below 0: {negative}"
+        unused = {page for page, count in self._references.items() if count == 0}
+        assert unused <= self._cached, f"pages lost: {sorted(unused - self._cached)}"
+        ghosts = self._cached - set(self._references)
+        assert not ghosts, f"free pages are cached: {sorted(ghosts)}"
+        counted = self._num_cached_only
+        assert counted == len(unused), f"{counted} pages counted as cached only, not {len(unused)}"
+
+    def _check_held(self, page: int) -> None:
+        if page not in self._references:
+            raise ValueError(f"page {page} is not held")
+
+    def _make_free(self, page: int) -> None:
+        self._on_free(page)
+        del self._references[page]
+        self._free.append(page)

@@ -4,6 +4,7 @@ A step can be launched before the last one's tokens are known, because it reads 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,7 @@ class SequenceState:
         return jax.jit(build, out_shardings=NamedSharding(mesh, PartitionSpec()))()
 
 
+@functools.partial(jax.jit, donate_argnums=0)
 def assign_slot(
     sequences: SequenceState,
     slot: Int[Array, ""],
@@ -61,3 +63,12 @@ def assign_slot(
         block_table=sequences.block_table.at[slot].set(block_table),
         length=sequences.length.at[slot].set(length),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def set_pages(sequences: SequenceState, entries: Int[Array, "entries 3"]) -> SequenceState:
+    """Puts pages into block tables: entries (slot, place, page), those with slot -1 padding."""
+    slots, places, pages = entries.T
+    slots = jnp.where(slots >= 0, slots, sequences.block_table.shape[0])
+    block_table = sequences.block_table.at[slots, places].set(pages, mode="drop")
+    return dataclasses.replace(sequences, block_table=block_table)

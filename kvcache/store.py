@@ -1,10 +1,12 @@
-"""The device state of the cache and its transitions.
+"""The device state of the cache, and the transitions that write and find rows.
 
 Transitions are pure functions that run inside `shard_map`: arrays are one device's part. Under jit
 with the store donated they update in place.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from kvcache.geometry import KVGeometry
+from kvcache.host_tier import HostTier
 from kvcache.pytree import pytree_dataclass
+from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
 
 MESH_AXIS = "model"
+
+_SHARDED_AXIS = {
+    "slab": 2,
+    "index_keys": 2,
+    "host.slab": 1,
+    "host.hot_position": 2,
+    "host.hot_age": 2,
+    "host.hot_slot": 2,
+    "host.selections": 0,
+    "host.reads": 1,
+}
+"""Axis of a field that is sharded; the others are replicated."""
 
 
 @pytree_dataclass
@@ -27,12 +43,14 @@ class KVStore:
             stay on the device as long as the page exists in any tier.
         device_page: int32 [pages], the page's place in `slab`, or -1. Replicated.
         host_page: int32 [pages], the page's place in the host tier, or -1. Replicated.
+        host: the host tier, None where every page stays on the device.
     """
 
     slab: Shaped[Array, "layers device_pages rows_per_page width"]
     index_keys: Shaped[Array, "index_layers pages rows_per_page index_width"]
     device_page: Int[Array, " pages"]
     host_page: Int[Array, " pages"]
+    host: HostTier | None
 
     @classmethod
     def _empty(cls, geometry: KVGeometry) -> "KVStore":
@@ -44,20 +62,59 @@ class KVStore:
             jnp.zeros((geometry.num_index_layers, geometry.num_pages, rows, key.width), key.dtype),
             nowhere,
             nowhere,
+            HostTier.empty(geometry) if geometry.has_host_tier else None,
+        )
+
+    @classmethod
+    def _by_name(cls, geometry: KVGeometry, value: Any) -> "KVStore":
+        """`value(field name)` in place of each field's array."""
+        shapes = jax.eval_shape(lambda: cls._empty(geometry))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: value(".".join(key.name for key in path)), shapes
         )
 
     @classmethod
     def specs(cls, geometry: KVGeometry) -> "KVStore":
         """The PartitionSpec of each field, in place of its array."""
-        rows, replicated = PartitionSpec(None, None, MESH_AXIS, None), PartitionSpec()
-        shapes = jax.eval_shape(lambda: cls._empty(geometry))
-        return jax.tree.map(lambda leaf: rows if leaf.ndim == 4 else replicated, shapes)
+        return cls._by_name(geometry, _spec)
+
+    @classmethod
+    def shardings(cls, geometry: KVGeometry, mesh: Mesh) -> "KVStore":
+        """The sharding of each field, its memory included, in place of its array."""
+
+        def sharding(name: str) -> NamedSharding:
+            memory = HOST_MEMORY if name == "host.slab" else None
+            return NamedSharding(mesh, _spec(name), memory_kind=memory)
+
+        return cls._by_name(geometry, sharding)
 
     @classmethod
     def create(cls, geometry: KVGeometry, mesh: Mesh) -> "KVStore":
         """An empty store on the mesh: no page has a place in any tier."""
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), cls.specs(geometry))
-        return jax.jit(lambda: cls._empty(geometry), out_shardings=shardings)()
+        return jax.jit(lambda: cls._empty(geometry), out_shardings=cls.shardings(geometry, mesh))()
+
+
+def on_device(store: KVStore) -> KVStore:
+    """The store inside a step, its host memory under a device type; see `host_memory`."""
+    return _cast_host(store, as_device)
+
+
+def in_host(store: KVStore) -> KVStore:
+    """The inverse of `on_device`, at the end of a step."""
+    return _cast_host(store, as_host)
+
+
+def _cast_host(store: KVStore, cast: Callable[[jax.Array], jax.Array]) -> KVStore:
+    if store.host is None:
+        return store
+    host = dataclasses.replace(store.host, slab=cast(store.host.slab))
+    return dataclasses.replace(store, host=host)
+
+
+def _spec(name: str) -> PartitionSpec:
+    if name not in _SHARDED_AXIS:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * _SHARDED_AXIS[name], MESH_AXIS)
 
 
 def append_rows(
@@ -107,8 +164,8 @@ def locate_rows(
     block_tables: Int[Array, "rows context_pages"],
     positions: Int[Array, "rows k"],
     device: Int[Array, ""],
-) -> Int[Array, "rows k"]:
-    """Physical ids of positions on this device, the same for every layer.
+) -> tuple[Int[Array, "rows k"], Int[Array, "rows k"]]:
+    """Where positions lie on this device, and their pages; the same for every layer.
 
     Args:
         block_tables: pages of each row's sequence.
@@ -116,29 +173,25 @@ def locate_rows(
         device: this device's place along the mesh axis.
 
     Returns:
-        A row of the slab's layer where the page is on the device; `device_rows` plus a row of the
-        host tier where it is there only; -1 for none and for other devices' positions.
+        Physical ids: a row of the slab's layer where the page is on the device; `slab_rows` plus a
+        row of the host tier where it is there only. And pages. Both are -1 for none, for other
+        devices' positions, and for pages that lie nowhere.
     """
     valid = _owned(geometry, positions, device)
     page_index = jnp.where(valid, positions // geometry.rows_per_page, 0)
     pages = jnp.take_along_axis(block_tables, page_index, axis=1)
     valid &= pages >= 0
     pages = jnp.where(valid, pages, 0)
-    on_device, on_host = store.device_page[pages], store.host_page[pages]
     row = geometry.local_row(positions)
-    device_id = on_device * geometry.rows_per_device + row
-    host_id = geometry.device_rows + on_host * geometry.rows_per_device + row
-    located = jnp.where(on_device >= 0, device_id, jnp.where(on_host >= 0, host_id, -1))
-    return jnp.where(valid, located, -1)
-
-
-def map_pages(
-    store: KVStore, pages: Int[Array, " changes"], device_pages: Int[Array, " changes"]
-) -> KVStore:
-    """Gives pages their place on the device, -1 for none; changes with page -1 are padding."""
-    pages = jnp.where(pages >= 0, pages, store.device_page.shape[0])
-    device_page = store.device_page.at[pages].set(device_pages, mode="drop")
-    return dataclasses.replace(store, device_page=device_page)
+    place = store.device_page[pages]
+    located = place * geometry.rows_per_device + row
+    if store.host is not None:
+        host_place = store.host_page[pages]
+        host_row = geometry.slab_rows + host_place * geometry.rows_per_device + row
+        located = jnp.where(place >= 0, located, host_row)
+        place = jnp.maximum(place, host_place)
+    valid &= place >= 0
+    return jnp.where(valid, located, -1), jnp.where(valid, pages, -1)
 
 
 def _owned(geometry: KVGeometry, positions: Int[Array, "..."], device: Int[Array, ""]) -> jax.Array:

@@ -1,24 +1,14 @@
 """What the options of an `LLM` come to for a model on a machine."""
 
-import dataclasses
 import importlib.resources
-import logging
 from pathlib import Path
-from typing import Any
-
-from jax.sharding import Mesh
 
 from glm53.config import GLMConfig
-from kvcache.geometry import KVGeometry
 from pallas_kernels.row_format import ROW_KINDS, RowKind
-
-logger = logging.getLogger(__name__)
 
 BUILT_IN_MODEL = "tiny"
 
 _DTYPES = ("auto", "float32", "bfloat16")
-_CPU_CACHE_BYTES = 1 << 30
-DEVICE_MEMORY_SHARE = 0.92
 
 
 def model_path(model: str | Path) -> Path:
@@ -92,37 +82,3 @@ def resolve_row_kind(kv_cache_dtype: str, compute_dtype: str) -> RowKind:
         if kind == known:
             return known
     raise ValueError(f"kv_cache_dtype must be 'auto' or one of {ROW_KINDS}, got {kv_cache_dtype!r}")
-
-
-def resolve_geometry(one_page: KVGeometry, device_pages: int | None, mesh: Mesh) -> KVGeometry:
-    """The store's sizes; `device_pages` None is as many as memory and all sequences can use.
-
-    Raises:
-        ValueError: memory is too small for one sequence, or the device does not tell its memory.
-    """
-    page_bytes = one_page.page_bytes + one_page.index_page_bytes
-    if device_pages is None:
-        needed = one_page.max_pages_per_sequence
-        fitting = sum(_free_bytes(device) for device in mesh.devices.flat) // page_bytes
-        device_pages = min(fitting, one_page.max_sequences * needed)
-        if device_pages < needed:
-            raise ValueError(
-                f"memory for {device_pages} pages is less than the {needed} that max_model_len "
-                "needs: lower max_model_len"
-            )
-    logger.info(
-        "KV store: %d pages of %d tokens, %.2f GiB",
-        device_pages,
-        one_page.rows_per_page,
-        device_pages * page_bytes / 2**30,
-    )
-    return dataclasses.replace(one_page, num_pages=device_pages, device_pages=device_pages)
-
-
-def _free_bytes(device: Any) -> int:
-    if device.platform == "cpu":
-        return _CPU_CACHE_BYTES
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise ValueError(f"{device} does not tell its memory: set device_pages")
-    return int(stats["bytes_limit"] * DEVICE_MEMORY_SHARE) - stats["bytes_in_use"]

@@ -95,6 +95,5 @@ class GenerationLoop:
     def _close_finished(self) -> None:
         finished = [slot for slot, sequence in self._running.items() if sequence.finish_reason]
         for slot in finished:
-            del self._running[slot]
-            self._runner.close(slot)
+            self._runner.close(slot, self._running.pop(slot))
             self._free_slots.append(slot)

@@ -14,12 +14,12 @@ from glm53.kv_geometry import kv_geometry
 from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
+from kvcache import CacheCounters
 from serving.buckets import Buckets
 from serving.engine_options import (
     BUILT_IN_MODEL,
     check_count,
     model_path,
-    resolve_geometry,
     resolve_max_model_len,
     resolve_numerics,
     resolve_row_kind,
@@ -31,6 +31,13 @@ from serving.outputs import RequestOutput
 from serving.request import Request
 from serving.request_reader import Prompt, RequestReader
 from serving.sampling_params import SamplingParams
+from serving.store_options import (
+    MEMORY_FRACTION,
+    KVPolicy,
+    StoreOptions,
+    most_step_rows,
+    resolve_geometry,
+)
 
 OnError = Literal["raise", "return"]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -52,8 +59,15 @@ class LLM:
         tensor_parallel_size: devices to shard the model and the store over.
         max_num_seqs: most sequences that decode together.
         max_num_batched_tokens: most prompt tokens of one step.
-        device_pages: pages of the store. None takes what fits: 92% of the memory that JAX may use
-            of each accelerator, less the weights; 1 GiB a device on a CPU.
+        device_pages: pages of the store on the devices; None takes what fits.
+        host_memory_gib: host memory for pages that the devices have no room for; None takes half of
+            what is free, or 1 GiB on a CPU.
+        kv_policy: "hybrid" moves pages to host memory when room on the devices runs short, and
+            reads from there what a token selects; "resident" keeps every page on the devices.
+        hot_rows: rows of pages in host memory that a sequence keeps on each device; None is four
+            selections, as far as there is room. No size changes an answer.
+        memory_fraction: share of each device's memory for weights and store. On a CPU the store
+            takes 1 GiB a device.
 
     Attributes:
         config: the model's configuration.
@@ -79,13 +93,23 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 512,
         device_pages: int | None = None,
+        host_memory_gib: float | int | None = None,
+        kv_policy: KVPolicy = "hybrid",
+        hot_rows: int | None = None,
+        memory_fraction: float | int = MEMORY_FRACTION,
     ) -> None:
         check_count("tensor_parallel_size", tensor_parallel_size)
         check_count("max_num_seqs", max_num_seqs)
         check_count("max_num_batched_tokens", max_num_batched_tokens)
-        for name, value in (("max_model_len", max_model_len), ("device_pages", device_pages)):
-            if value is not None:
-                check_count(name, value)
+        if max_model_len is not None:
+            check_count("max_model_len", max_model_len)
+        store_options = StoreOptions(
+            device_pages=device_pages,
+            host_memory_gib=host_memory_gib,
+            kv_policy=kv_policy,
+            hot_rows=hot_rows,
+            memory_fraction=memory_fraction,
+        )
         path = model_path(model)
         mesh = make_mesh(tensor_parallel_size)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -108,14 +132,14 @@ class LLM:
         generation_config = GenerationConfig.from_dir(path, config.vocab_size)
         graph, _ = abstract_model(self.config)
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
-        geometry = resolve_geometry(one_page, device_pages, mesh)
+        geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
         self._runner = ModelRunner(
             self.config,
             graph,
             params,
             geometry,
             mesh,
-            Buckets.for_geometry(geometry, max_num_batched_tokens),
+            Buckets.for_geometry(geometry, most_step_rows(geometry, max_num_batched_tokens)),
             self._decode_token if has_tokenizer else None,
         )
         self._loop = GenerationLoop(self._runner)
@@ -127,8 +151,14 @@ class LLM:
             max_model_len=self.max_model_len,
             rows_per_page=geometry.rows_per_page,
             device_pages=geometry.device_pages,
+            host_pages=geometry.host_pages,
         )
         self._request_numbers = itertools.count()
+
+    @property
+    def cache_counters(self) -> CacheCounters:
+        """What the cache did for all requests that are done."""
+        return self._runner.counters
 
     def generate(
         self,

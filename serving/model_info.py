@@ -14,7 +14,8 @@ from glm53.sharding import parameter_specs
 from kvcache.geometry import KVGeometry
 from kvcache.store import MESH_AXIS
 from pallas_kernels.row_format import ROW_KINDS, RowKind
-from serving.engine_options import DEVICE_MEMORY_SHARE, check_count, resolve_max_model_len
+from serving.engine_options import check_count, resolve_max_model_len
+from serving.store_options import MEMORY_FRACTION
 
 _GIB = 1 << 30
 ROUTED_EXPERTS = "routed experts"
@@ -154,7 +155,7 @@ def model_info(
     specs = tensor_inventory(config)
     parts = _parts(config, specs)
     sharded, replicated = _device_bytes(config, num_devices)
-    budget = None if memory_gib is None else int(memory_gib * _GIB * DEVICE_MEMORY_SHARE)
+    budget = None if memory_gib is None else int(memory_gib * _GIB * MEMORY_FRACTION)
     free = None if budget is None else max(0, budget - sharded - replicated)
     caches, refused = _caches(config, num_devices, max_model_len, free)
     return ModelInfo(

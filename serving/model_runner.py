@@ -1,6 +1,5 @@
 """The device side of generation: the store, the sequences in it, and the steps over them."""
 
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -11,10 +10,7 @@ from jax.sharding import Mesh
 
 from glm53.config import GLMConfig
 from glm53.steps import PrefillBatch, StepOutput, Steps
-from kvcache.geometry import KVGeometry
-from kvcache.page_pool import PagePool
-from kvcache.sequence_state import SequenceState, assign_slot
-from kvcache.store import KVStore, map_pages
+from kvcache import CacheCounters, KVCache, KVGeometry
 from serving.buckets import Buckets, fit
 from serving.outputs import TokenLogprobs
 from serving.request import Continuation
@@ -24,23 +20,8 @@ from serving.sampling.state import SamplingState
 from serving.sampling_params import MAX_LOGPROBS
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def _open_slot(
-    store: KVStore,
-    sequences: SequenceState,
-    slot: jax.Array,
-    block_table: jax.Array,
-    device_pages: jax.Array,
-) -> tuple[KVStore, SequenceState]:
-    length = jnp.zeros((), jnp.int32)
-    return (
-        map_pages(store, block_table, device_pages),
-        assign_slot(sequences, slot, block_table, length),
-    )
-
-
 class ModelRunner:
-    """Runs steps for sequences in numbered slots; all their pages are reserved at the start.
+    """Runs steps for sequences in numbered slots.
 
     Args:
         config: the model.
@@ -53,7 +34,7 @@ class ModelRunner:
 
     Attributes:
         geometry: sizes of the store.
-        pool: pages in use.
+        cache: the sequences' pages.
     """
 
     def __init__(
@@ -71,79 +52,80 @@ class ModelRunner:
         self._decode_token = decode_token
         self._steps = Steps(config, geometry, mesh, graph, params)
         self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
+        self._closed = CacheCounters()
         self._start_empty()
 
     def reset(self) -> None:
         """Forgets all sequences and builds an empty store, as after a step that failed."""
         # Given up first: memory may not hold a second store.
-        for array in jax.tree.leaves((self._store, self._sequences, self._sampling)):
+        self.cache.delete()
+        for array in jax.tree.leaves(self._sampling):
             array.delete()
+        self._closed += self.cache.total
         self._start_empty()
 
     @property
     def usable(self) -> bool:
         """Whether there is a store: a reset may have failed for want of memory."""
-        state = (self._store, self._sequences, self._sampling)
-        return not any(array.is_deleted() for array in jax.tree.leaves(state))
+        lost = any(array.is_deleted() for array in jax.tree.leaves(self._sampling))
+        return not (lost or self.cache.deleted)
+
+    @property
+    def counters(self) -> CacheCounters:
+        """What the cache did for all sequences that have ended."""
+        return self._closed + self.cache.total
 
     def _start_empty(self) -> None:
-        self.pool = PagePool(self.geometry)
-        self._pages: dict[int, list[int]] = {}
-        self._lengths: dict[int, int] = {}
-        self._store = KVStore.create(self.geometry, self._mesh)
-        self._sequences = SequenceState.create(
-            self.geometry, self.config.hidden_size, self.config.compute_dtype, self._mesh
+        self.cache = KVCache(
+            self.geometry,
+            self._mesh,
+            hidden_size=self.config.hidden_size,
+            dtype=self.config.compute_dtype,
+            most_step_rows=self._buckets.rows[-1],
         )
         self._sampling = SamplingState.create(
             self.geometry.max_sequences, self.config.vocab_size, self._mesh
         )
 
     def open(self, slot: int, sequence: Continuation) -> None:
-        """Starts a sequence, with nothing computed and room for all of it.
+        """Starts a sequence, with what the cache holds of its prompt and room for all of it.
 
         Raises:
-            OutOfPagesError: the pool has too few free pages.
+            OutOfPagesError: the cache has too few free pages.
         """
-        pages = self.pool.allocate(self.geometry.pages_for(sequence.most_cached_tokens))
-        table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
-        places = table.copy()
-        table[: len(pages)] = pages
-        places[: len(pages)] = [self.pool.device_page(page) for page in pages]
-        self._pages[slot], self._lengths[slot] = pages, 0
-        self._store, self._sequences = _open_slot(
-            self._store,
-            self._sequences,
-            jnp.int32(slot),
-            jnp.asarray(table),
-            jnp.asarray(places),
+        # Log-probabilities of the prompt need all its rows computed.
+        use_prefix = sequence.params.prompt_logprobs is None
+        self.cache.open(
+            slot, sequence.token_ids, sequence.most_cached_tokens, use_prefix=use_prefix
         )
         if sequence.sampling is not None:
             self._sampling = self._sampler.assign(self._sampling, slot, sequence.sampling)
 
-    def close(self, slot: int) -> None:
-        """Ends a sequence and frees its pages."""
-        self.pool.release(self._pages.pop(slot))
-        del self._lengths[slot]
+    def close(self, slot: int, sequence: Continuation) -> None:
+        """Ends a sequence; its pages may serve others."""
+        sequence.cache_counters = self.cache.close(slot)
 
     def prefill(self, slot: int, sequence: Continuation) -> tuple[int, TokenLogprobs | None]:
-        """Computes a prompt, a chunk a step, and returns the token that follows.
+        """Computes what is left of a prompt, a chunk a step, and returns the token that follows.
 
         The log-probabilities of the prompt's tokens go to the sequence, if asked for.
         """
         wanted = sequence.params.prompt_logprobs
         found: list[TokenLogprobs | None] = [None]
-        token_ids, done = sequence.token_ids, 0
+        token_ids, done = sequence.token_ids, self.cache.length(slot)
         while True:
             rows = self._buckets.chunk(len(token_ids) - done)
             chunk = token_ids[done : done + rows]
             output = self._append(slot, chunk, rows, all_logits=wanted is not None)
+            is_last = done + len(chunk) == len(token_ids)
+            self.cache.advance(slot, chunk, prompt_complete=is_last)
             logits = output.logits
             if wanted is not None:
                 following = token_ids[done + 1 : done + len(chunk) + 1]
                 found += self._logprobs(logits[0], following, [wanted] * len(following))
                 logits = logits[:, len(chunk) - 1]
             done += len(chunk)
-            if done == len(token_ids):
+            if is_last:
                 break
         if wanted is not None:
             sequence.prompt_logprobs = found
@@ -155,16 +137,16 @@ class ModelRunner:
     ) -> StepOutput:
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        self._lengths[slot] += len(token_ids)
+        self.cache.prepare({slot: len(token_ids)}, staging=True)
         batch = PrefillBatch(
             jnp.array([slot], jnp.int32),
             jnp.array([len(token_ids)], jnp.int32),
             jnp.asarray(padded),
         )
-        output, self._store, self._sequences = self._steps.prefill(
+        output, self.cache.store, self.cache.sequences = self._steps.prefill(
             self._params,
-            self._store,
-            self._sequences,
+            self.cache.store,
+            self.cache.sequences,
             batch,
             context_pages=self._context_pages([slot]),
             all_logits=all_logits,
@@ -177,15 +159,16 @@ class ModelRunner:
         """Appends the last chosen token of the sequence in each slot, and returns the next ones."""
         slots = np.full(fit(self._buckets.sequences, len(sequences)), -1, np.int32)
         slots[: len(sequences)] = list(sequences)
-        for slot in sequences:
-            self._lengths[slot] += 1
-        output, self._store, self._sequences = self._steps.decode(
+        self.cache.prepare(dict.fromkeys(sequences, 1))
+        output, self.cache.store, self.cache.sequences = self._steps.decode(
             self._params,
-            self._store,
-            self._sequences,
+            self.cache.store,
+            self.cache.sequences,
             jnp.asarray(slots),
             context_pages=self._context_pages(list(sequences)),
         )
+        for slot, sequence in sequences.items():
+            self.cache.advance(slot, sequence.output_ids[-1:])
         return self._choose(sequences, slots, output.logits, output.next_token)
 
     def _choose(
@@ -202,8 +185,8 @@ class ModelRunner:
             if sequence.sampling is not None:
                 sampled[row] = slot
         if np.any(sampled >= 0):
-            drawn, self._sampling, self._sequences = self._sampler.sample(
-                self._sampling, self._sequences, jnp.asarray(sampled), logits
+            drawn, self._sampling, self.cache.sequences = self._sampler.sample(
+                self._sampling, self.cache.sequences, jnp.asarray(sampled), logits
             )
             chosen = jnp.where(sampled >= 0, drawn, greedy)
         tokens = np.asarray(chosen)[: len(sequences)].tolist()
@@ -237,5 +220,5 @@ class ModelRunner:
         ]
 
     def _context_pages(self, slots: list[int]) -> int:
-        longest = max(self._lengths[slot] for slot in slots)
-        return fit(self._buckets.context_pages, self.geometry.pages_for(longest))
+        most_pages = max(len(self.cache.pages_of(slot)) for slot in slots)
+        return fit(self._buckets.context_pages, most_pages)

@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvcache import CacheCounters
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -96,6 +98,7 @@ class RequestOutput:
         outputs: continuations.
         finished: nothing will be added.
         error: why the request was refused, with no outputs then; else None.
+        cache_counters: what the cache did for the continuations that are done.
     """
 
     request_id: str
@@ -105,3 +108,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     error: str | None = None
+    cache_counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the cache, over all continuations."""
+        return self.cache_counters.cached_tokens

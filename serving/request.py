@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvcache import CacheCounters
 from serving.output_text import OutputText
 from serving.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from serving.sampling.state import SlotSampling
@@ -24,6 +25,7 @@ class Continuation:
         logprobs: of each of them, if asked for.
         finish_reason: set when it is done.
         stop_reason: the stop id or text that ended it; None for an end-of-sequence id.
+        cache_counters: what the cache did for it; filled when it is done.
     """
 
     token_ids: list[int]
@@ -37,6 +39,7 @@ class Continuation:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cache_counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
 
     @property
     def most_cached_tokens(self) -> int:
@@ -120,4 +123,7 @@ class Request:
             prompt_logprobs=first.prompt_logprobs,
             outputs=[part.output(index) for index, part in enumerate(self.continuations)],
             finished=self.finished,
+            cache_counters=sum(
+                (part.cache_counters for part in self.continuations), start=CacheCounters()
+            ),
         )

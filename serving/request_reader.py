@@ -46,7 +46,8 @@ class RequestReader:
         vocab_size: ids of the model.
         max_model_len: longest prompt and output together, in tokens.
         rows_per_page: tokens of a page.
-        device_pages: pages of the store.
+        device_pages: pages of the store on the device.
+        host_pages: pages of the store in host memory.
     """
 
     tokenizer: Tokenizer | None
@@ -56,6 +57,7 @@ class RequestReader:
     max_model_len: int
     rows_per_page: int
     device_pages: int
+    host_pages: int
 
     def read(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """The request for a prompt.
@@ -145,10 +147,10 @@ class RequestReader:
 
     def _check_pages(self, prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
         needed = -(-(prompt_tokens + max_tokens - 1) // self.rows_per_page)
-        if needed > self.device_pages:
+        if needed > self.device_pages + self.host_pages:
             raise ValueError(
                 f"the prompt with max_tokens {params.max_tokens} needs {needed} pages, "
-                f"device_pages is {self.device_pages}"
+                f"device_pages is {self.device_pages} and host_memory_gib holds {self.host_pages}"
             )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:

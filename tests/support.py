@@ -18,7 +18,6 @@ from glm53.sharding import make_mesh, parameter_shardings
 from glm53.steps import DraftOutput, PrefillBatch, StepOutput, Steps
 from kvcache import KVStore, PagePool, SequenceState
 from kvcache.sequence_state import assign_slot
-from kvcache.store import map_pages
 
 _TAKEN_PAGES = 3
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -84,18 +83,20 @@ class Session:
         self.sequences = SequenceState.create(
             self.geometry, config.hidden_size, config.compute_dtype, self.steps.mesh
         )
-        self.pool = PagePool(self.geometry)
+        self.pool = PagePool(self.geometry.num_pages, lambda page: None)
         # A few pages taken first, so that no page of a sequence has the number of its position.
         self.pool.allocate(_TAKEN_PAGES)
+        # Places in the opposite order, so that hardly any page is its own place.
+        places = np.arange(self.geometry.device_pages, dtype=np.int32)[::-1]
+        self.store = dataclasses.replace(
+            self.store, device_page=jax.device_put(places, self.store.device_page.sharding)
+        )
 
     def open(self, slot: int, num_tokens: int) -> None:
         """Gives a sequence its pages, in an order that is not ascending."""
         pages = self.pool.allocate(self.geometry.pages_for(num_tokens))[::-1]
         table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
-        places = table.copy()
         table[: len(pages)] = pages
-        places[: len(pages)] = [self.pool.device_page(page) for page in pages]
-        self.store = map_pages(self.store, jnp.asarray(table), jnp.asarray(places))
         self.sequences = assign_slot(
             self.sequences, jnp.int32(slot), jnp.asarray(table), jnp.int32(0)
         )

@@ -11,6 +11,7 @@ from pallas_kernels.row_format import RowFormat
 def sparse_attention(
     query: Float[Array, "rows heads values"],
     slab: Shaped[Array, "layers pages rows_per_page width"],
+    host: Shaped[Array, "host_pages rows_per_page layers width"] | None,
     layer: int | Int[Array, ""],
     row_ids: Int[Array, "rows k"],
     scale: float,
@@ -20,9 +21,12 @@ def sparse_attention(
 
     Args:
         query: absorbed queries: latent part, then rotated part.
-        slab: stored rows.
+        slab: stored rows on the device.
+        host: stored rows in host memory, if there are any.
         layer: which layer's rows.
-        row_ids: rows within the layer, counted over its pages; -1 selects nothing.
+        row_ids: rows counted from the layer's first, over its pages and on into the layers after
+            it, round the end; from the number of the slab's rows on, rows of `host`. -1 selects
+            nothing.
         scale: factor of the scores.
         row_format: format of a stored row.
 
@@ -33,11 +37,24 @@ def sparse_attention(
     rows_per_layer = slab.shape[1] * slab.shape[2]
     rows = slab.reshape(-1, slab.shape[3])
 
+    def read(ids: jax.Array) -> jax.Array:
+        if host is None:
+            return rows[layer * rows_per_layer + jnp.maximum(ids, 0)]
+        host_rows = host.reshape(-1, *host.shape[2:])
+        on_host = ids >= rows.shape[0]
+        index = layer * rows_per_layer + jnp.where(on_host, 0, jnp.maximum(ids, 0))
+        stored = rows[jnp.where(index < rows.shape[0], index, index - rows.shape[0])]
+
+        def fetch(stored: jax.Array) -> jax.Array:
+            fetched = host_rows[jnp.where(on_host, ids - rows.shape[0], 0), layer]
+            return jnp.where(on_host[:, None], fetched, stored)
+
+        return lax.cond(jnp.any(on_host), fetch, lambda stored: stored, stored)
+
     def attend(row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         row_query, ids = row  # [heads, values], [k]
         valid = (ids >= 0)[:, None]
-        stored = rows[layer * rows_per_layer + jnp.maximum(ids, 0)]
-        values = jnp.where(valid, row_format.unpack(stored), 0.0)  # [k, values]
+        values = jnp.where(valid, row_format.unpack(read(ids)), 0.0)  # [k, values]
         scores = jnp.matmul(values, row_query.T, precision=lax.Precision.HIGHEST) * scale
         scores = jnp.where(valid, scores, -jnp.inf)  # [k, heads]
         highest = jnp.max(scores, axis=0)

@@ -13,7 +13,7 @@ from glm53.config import GLMConfig
 from glm53.forward import Forward, Selection
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
-from kvcache.store import locate_rows
+from kvcache.store import KVStore, locate_rows
 from serving.engine_options import model_path
 from tests.support import Session
 
@@ -97,11 +97,11 @@ def test_last_positions_instead_of_the_indexer(
 ) -> None:
     """With the last 64 positions in place of the selection no fact is found at 8K."""
 
-    def select_last(self: Forward, index, query, weights, store) -> Selection:
+    def select_last(self: Forward, index, query, weights, store) -> tuple[KVStore, Selection]:
         offsets = jnp.arange(1 - self.config.index_topk, 1)
         positions = jnp.maximum(self.positions[:, None] + offsets, -1)
-        rows = locate_rows(store, self.geometry, self.tables, positions, self.device)
-        return Selection(positions, rows)
+        rows, _ = locate_rows(store, self.geometry, self.tables, positions, self.device)
+        return store, Selection(positions, rows, None)
 
     monkeypatch.setattr(Forward, "_select", select_last)
     # Another epsilon, too near to matter, so that steps compiled with the indexer are not reused.

@@ -1,21 +1,22 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm53.kv_geometry import kv_geometry
 from glm53.presets import preset
-from kvcache import KVGeometry
-from pallas_kernels.row_format import RowFormat, RowKind
+from glm53.sharding import make_mesh
+from kvcache import KVGeometry, KVStore
+from kvcache.geometry import MAX_HOT_ROWS
+from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind
 
 SIZES: dict[str, Any] = {
-    "num_layers": 3,
-    "num_index_layers": 2,
-    "num_pages": 10,
+    "group_layers": (1, 2),
     "device_pages": 6,
     "num_devices": 2,
     "max_sequences": 4,
@@ -24,8 +25,10 @@ SIZES: dict[str, Any] = {
     "index_row_format": RowFormat("fp8", 16, 0, 1e-6),
     "rows_per_device": 8,
 }
+HOST_SIZES = {"host_pages": 4, "hot_rows": 20, "staging_pages": 3}
 COUNTS = [name for name, value in SIZES.items() if isinstance(value, int)]
 PAGES = 3
+GIB = 1 << 30
 
 
 def geometry(**sizes: Any) -> KVGeometry:
@@ -90,12 +93,89 @@ def test_pages_for(num_tokens: int, num_devices: int, rows_per_device: int) -> N
 
 def test_sizes() -> None:
     """Sizes of the slab that forget the devices, or count host pages."""
-    sizes = geometry()
+    sizes = geometry(**HOST_SIZES)
+    assert (sizes.num_layers, sizes.num_index_layers) == (3, 2)
+    assert sizes.num_pages == 6 + 4
     assert sizes.rows_per_page == 16
     assert sizes.device_rows == 6 * 8
+    assert sizes.slab_rows == 3 * 6 * 8
+    assert sizes.sequence_rows == 5 * 8
+    assert sizes.hot_pages == 3
     assert sizes.page_bytes == 3 * 16 * (32 + 4 + 16)
     assert sizes.index_page_bytes == 2 * 16 * (16 + 4)
     assert sizes.token_bytes == 3 * 52 + 2 * 20
+    assert sizes.hot_row_bytes == 3 * 52
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("host_sizes", [{}, HOST_SIZES, HOST_SIZES | {"staging_pages": 0}])
+def test_bytes_are_those_of_the_arrays(
+    num_devices: int, kind: RowKind, host_sizes: dict[str, int]
+) -> None:
+    """An array of the store that a budget of memory does not know of."""
+    sizes = geometry(
+        num_devices=num_devices,
+        row_format=RowFormat(kind, 32, 8, 1e-4),
+        index_row_format=RowFormat(kind, 16, 0, 1e-6),
+        **host_sizes,
+    )
+    found = {"device": 0, "pinned_host": 0}
+    for array in jax.tree.leaves(KVStore.create(sizes, make_mesh(num_devices))):
+        kind = array.sharding.memory_kind
+        found[kind] += sum(shard.data.nbytes for shard in array.addressable_shards)
+    assert found == {"device": sizes.device_bytes, "pinned_host": sizes.host_bytes}
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 200_000),
+    st.integers(0, 200_000),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([(1,), (1, 2), (4, 4)]),
+)
+def test_pages_within(
+    device_bytes: int, host_bytes: int, num_devices: int, group_layers: tuple[int, ...]
+) -> None:
+    """Pages that do not fit, or room for a page that is left; a host page without its keys."""
+    sizes = geometry(num_devices=num_devices, group_layers=group_layers)
+    device_pages, host_pages = sizes.pages_within(device_bytes, host_bytes)
+    page, keys = sizes.page_bytes, sizes.index_page_bytes
+
+    def fits(device_pages: int, host_pages: int) -> bool:
+        taken = device_pages * page + (device_pages + host_pages) * keys
+        return taken <= device_bytes and host_pages * page <= host_bytes
+
+    assert device_pages >= 0 and host_pages >= 0
+    assert fits(device_pages, host_pages)
+    assert not fits(device_pages + 1, host_pages)
+    # A host page more would not fit beside a device page.
+    assert not fits(1, host_pages + 1)
+    assert device_pages or not host_pages
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
+@pytest.mark.parametrize(("max_model_len", "most_waste"), [(131_072, 0.02), (1_048_576, 0.1)])
+def test_bookkeeping_is_small(kind: RowKind, max_model_len: int, most_waste: float) -> None:
+    """Maps that eat the memory of rows: over 2% of the devices, or a tenth at the longest."""
+
+    def sizes(device_pages: int, **host_sizes: int) -> KVGeometry:
+        return kv_geometry(
+            preset("glm-5.3"),
+            row_kind=kind,
+            device_pages=device_pages,
+            max_model_len=max_model_len,
+            max_sequences=256,
+            num_devices=8,
+            with_mtp=True,
+            **host_sizes,
+        )
+
+    device_pages, host_pages = sizes(1).pages_within(8 * int(17.8 * GIB), 512 * GIB)
+    hybrid = sizes(device_pages, host_pages=host_pages, hot_rows=1024, staging_pages=16)
+    rows = hybrid.num_pages * hybrid.index_page_bytes + hybrid.device_pages * hybrid.page_bytes
+    assert hybrid.bookkeeping_bytes == hybrid.device_bytes - rows
+    assert 0 < hybrid.bookkeeping_bytes <= most_waste * hybrid.device_bytes
 
 
 @pytest.mark.parametrize(
@@ -140,15 +220,29 @@ def test_sizes_that_are_not_positive_are_refused(name: str, value: int) -> None:
         geometry(**{name: value})
 
 
+@pytest.mark.parametrize("name", HOST_SIZES)
+def test_negative_sizes_are_refused(name: str) -> None:
+    """A size below nothing."""
+    with pytest.raises(ValueError, match=f"{name} must be 0 or more, got -1"):
+        geometry(**HOST_SIZES | {name: -1})
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"rows_per_device": 96}, "rows_per_device 96"),
         ({"rows_per_device": 1024}, "rows_per_device 1024"),
-        ({"device_pages": 11}, "device_pages 11"),
+        ({"group_layers": ()}, r"group_layers .*\(\)"),
+        ({"group_layers": (2, 0)}, r"group_layers .*\(2, 0\)"),
+        ({"hot_rows": 8}, "hot_rows 8 .*host_pages=0"),
+        ({"host_pages": 8}, "hot_rows 0 .*host_pages=8"),
+        ({"host_pages": 1, "hot_rows": MAX_HOT_ROWS + 1}, f"hot_rows .*{MAX_HOT_ROWS + 1}"),
+        ({"device_pages": 2**27}, f"device_pages {2**27}"),
+        ({"host_pages": 2**28, "hot_rows": 8}, f"host_pages {2**28}"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], named: str) -> None:
-    """A page that straddles blocks of keys, or a device page without an id."""
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], named: str) -> None:
+    """A page that straddles blocks of keys, a group of nothing, an id beyond 32 bits, or a hot row
+    beyond 16."""
     with pytest.raises(ValueError, match=named):
         geometry(**changes)

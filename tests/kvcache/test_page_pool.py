@@ -1,4 +1,3 @@
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -6,122 +5,139 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcache import KVGeometry, OutOfPagesError, PagePool
-from pallas_kernels.row_format import RowFormat
+from kvcache.page_pool import OutOfPagesError, PagePool
 
-GEOMETRY = KVGeometry(
-    num_layers=1,
-    num_index_layers=1,
-    num_pages=9,
-    device_pages=6,
-    num_devices=2,
-    max_sequences=2,
-    max_pages_per_sequence=4,
-    row_format=RowFormat("bfloat16", 8, 4, 1e-4),
-    index_row_format=RowFormat("bfloat16", 8, 0, 1e-6),
-    rows_per_device=4,
-)
+NUM_PAGES = 6
+PAGES = range(-1, NUM_PAGES + 1)
+pages = st.sampled_from(PAGES)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Drives a pool beside a set of the pages that are out."""
+    """Drives a pool, also wrongly, beside two plain dicts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(GEOMETRY)
-        self.held: dict[int, int] = {}  # page to device page
+        self.freed: list[int] = []
+        self.pool = PagePool(NUM_PAGES, self.freed.append)
+        self.references: dict[int, int] = {}
+        self.cached: set[int] = set()
 
-    @property
-    def free(self) -> int:
-        return GEOMETRY.device_pages - len(self.held)
+    def expect_freed(self, page: int) -> None:
+        unused = self.references[page] == 0 and page not in self.cached
+        assert self.freed == [page] * unused
+        self.freed.clear()
+        if unused:
+            del self.references[page]
 
-    @rule(count=st.integers(0, 4))
+    @rule(count=st.integers(0, 3))
     def allocate(self, count: int) -> None:
-        if count > self.free:
-            with pytest.raises(OutOfPagesError, match=f"{count} pages wanted, {self.free} free"):
+        free = NUM_PAGES - len(self.references)
+        if count > free:
+            with pytest.raises(OutOfPagesError, match=f"{count} pages wanted, {free} free"):
                 self.pool.allocate(count)
             return
-        pages = self.pool.allocate(count)
-        assert len(set(pages)) == count
-        assert not set(pages) & set(self.held)
-        self.held |= {page: self.pool.device_page(page) for page in pages}
+        taken = self.pool.allocate(count)
+        assert len(set(taken)) == count
+        assert not set(taken) & set(self.references)
+        self.references |= dict.fromkeys(taken, 1)
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
-        self.pool.release(pages)
-        for page in pages:
-            del self.held[page]
+    @rule(page=pages)
+    def acquire(self, page: int) -> None:
+        if page not in self.references:
+            with pytest.raises(ValueError, match=f"page {page} is not held"):
+                self.pool.acquire(page)
+            return
+        self.pool.acquire(page)
+        self.references[page] += 1
 
-    @rule(data=st.data())
-    def release_wrongly(self, data: st.DataObject) -> None:
-        """A page that is free, unknown, or named twice takes none of the others with it."""
-        others = sorted(set(range(-1, GEOMETRY.num_pages + 1)) - set(self.held))
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.held)))) if self.held else []
-        if len(set(pages)) == len(pages):
-            pages.insert(data.draw(st.integers(0, len(pages))), data.draw(st.sampled_from(others)))
-        with pytest.raises(ValueError, match="pages"):
-            self.pool.release(pages)
+    @rule(page=pages)
+    def release(self, page: int) -> None:
+        if not self.references.get(page):
+            with pytest.raises(ValueError, match=f"page {page} is"):
+                self.pool.release(page)
+            return
+        self.pool.release(page)
+        self.references[page] -= 1
+        self.expect_freed(page)
+
+    @rule(page=pages)
+    def cache(self, page: int) -> None:
+        if page not in self.references or page in self.cached:
+            with pytest.raises(ValueError, match=f"page {page} is"):
+                self.pool.cache(page)
+            return
+        self.pool.cache(page)
+        self.cached.add(page)
+
+    @precondition(lambda self: self.references)
+    @rule(page=pages)
+    def uncache(self, page: int) -> None:
+        if page not in self.cached:
+            with pytest.raises(ValueError, match=f"page {page} is not cached"):
+                self.pool.uncache(page)
+            return
+        self.pool.uncache(page)
+        self.cached.remove(page)
+        self.expect_freed(page)
 
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.num_free == self.free
-        assert {page: self.pool.device_page(page) for page in self.held} == self.held
-        places = set(self.held.values())
-        assert len(places) == len(self.held)
-        assert places <= set(range(GEOMETRY.device_pages))
-        assert set(self.held) <= set(range(GEOMETRY.num_pages))
+        assert not self.freed
+        assert self.pool.num_free == NUM_PAGES - len(self.references)
+        assert {page for page in PAGES if self.pool.is_cached(page)} == self.cached
+        assert [self.pool.references(page) for page in PAGES] == [
+            self.references.get(page, 0) for page in PAGES
+        ]
+        assert self.pool.num_cached_only == list(self.references.values()).count(0)
 
 
 class TestPool(PoolMachine.TestCase):
-    """A page lost, handed out twice or moved, or a refusal that changes something."""
+    """A page lost, freed early, late or twice, or a refusal that changes something."""
 
     settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_ids_are_no_places() -> None:
-    """A page id that happens to be its place in the slab, which would hide a mix-up of the two."""
-    pool = PagePool(dataclasses.replace(GEOMETRY, num_pages=6))
-    for _ in range(3):
-        pages = pool.allocate(6)
-        assert all(page != pool.device_page(page) for page in pages)
-        pool.release(pages[::2])
-        pool.release(pages[1::2])
+def test_a_page_is_held_until_its_places_are_given_back() -> None:
+    """A failing callback that leaves a page free in the pool and used elsewhere."""
 
+    def refuse(page: int) -> None:
+        raise ValueError(f"page {page} is pinned")
 
-def test_unknown_page_has_no_place() -> None:
-    """A place made up for a page that nobody holds."""
-    pool = PagePool(GEOMETRY)
+    pool = PagePool(2, refuse)
     (page,) = pool.allocate(1)
-    pool.release([page])
-    with pytest.raises(KeyError):
-        pool.device_page(page)
+    with pytest.raises(ValueError, match="page 0 is pinned"):
+        pool.release(page)
+    assert pool.references(page) == 1
+    pool.cache(page)
+    pool.release(page)
+    with pytest.raises(ValueError, match="page 0 is pinned"):
+        pool.uncache(page)
+    assert pool.is_cached(page)
+    pool.check_integrity()
 
 
 @pytest.mark.parametrize(
     "corrupt",
     [
-        lambda pool: pool._free_pages.pop(),
-        lambda pool: pool._free_pages.append(pool._free_pages[0]),
-        lambda pool: pool._free_pages.append(next(iter(pool._device_page))),
-        lambda pool: pool._free_pages.append(GEOMETRY.num_pages),
-        lambda pool: pool._free_pages.append(pool._free_pages.pop(0) + 1),
-        lambda pool: pool._free_device_pages.pop(),
-        lambda pool: pool._free_device_pages.append(pool._free_device_pages[0]),
-        lambda pool: pool._free_device_pages.append(next(iter(pool._device_page.values()))),
-        lambda pool: pool._free_device_pages.append(pool._free_device_pages.pop(0) + 1),
-        lambda pool: pool._device_page.popitem(),
-        lambda pool: pool._device_page.update({0: pool._device_page[1]}),
-        lambda pool: pool._device_page.update({8: 0}),
+        lambda pool: pool._free.pop(),
+        lambda pool: pool._free.append(pool._free[0]),
+        lambda pool: pool._free.append(0),
+        lambda pool: pool._free.append(NUM_PAGES),
+        lambda pool: pool._references.popitem(),
+        lambda pool: pool._references.update({0: 0}),
+        lambda pool: pool._references.update({1: -1}),
+        lambda pool: pool._cached.add(5),
+        lambda pool: pool.release(1) or pool._cached.remove(1),
+        lambda pool: setattr(pool, "_num_cached_only", 1),
     ],
 )
 def test_integrity_check_finds_corruption(corrupt: Callable[[PagePool], object]) -> None:
     """A page lost or held twice, that the check which every engine test runs would let pass."""
-    pool = PagePool(GEOMETRY)
+    pool = PagePool(NUM_PAGES, lambda page: None)
     assert pool.allocate(3) == [0, 1, 2]
+    pool.cache(1)
     pool.check_integrity()
     corrupt(pool)
-    with pytest.raises(AssertionError, match="lost"):
+    with pytest.raises(AssertionError, match="page"):
         pool.check_integrity()

@@ -1,0 +1,407 @@
+"""The cache of running sequences: device state, and the host's account of it, kept in step."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kvcache.counters import CacheCounters, ReadCounts
+from kvcache.geometry import KVGeometry
+from kvcache.host_tier import READS
+from kvcache.page_moves import MoveList, PageMoves
+from kvcache.page_pool import OutOfPagesError, PagePool
+from kvcache.page_states import PageState
+from kvcache.prefix_index import PrefixIndex, PrefixMatch, Publication
+from kvcache.residency import Residency
+from kvcache.sequence_state import SequenceState, assign_slot, set_pages
+from kvcache.store import KVStore
+from kvcache.transitions import Transitions
+
+_MOVES_A_LAUNCH = 16
+_PAGES_CLEANED_A_STEP = 8
+_PAGES_RESTORED_A_STEP = 4
+_STEPS_BETWEEN_OBSERVATIONS = 32
+_NEWEST_PAGES = 2  # of a sequence, that stay on the device: the one being written, and one before
+
+
+@dataclasses.dataclass(eq=False)
+class _Sequence:
+    """A running sequence.
+
+    Attributes:
+        token_ids: tokens whose rows are computed.
+        pages: its pages in order.
+        most_pages: pages that it may come to have.
+        publication: how far its pages are known to the prefix index; None if they are not to be.
+        pinned: the newest sealed page, or None.
+        counters: what is counted on the host.
+    """
+
+    token_ids: list[int]
+    pages: list[int]
+    most_pages: int
+    publication: Publication | None
+    pinned: int | None
+    counters: CacheCounters
+
+    @property
+    def outstanding(self) -> int:
+        """Pages that are promised to it."""
+        return self.most_pages - len(self.pages)
+
+
+class KVCache:
+    """Sequences in numbered slots, their pages, and where those lie.
+
+    Pages are promised when a sequence opens and allocated as it grows, so that a sequence which
+    runs never waits for one. Steps take `store` and `sequences` donated and give new ones back,
+    which the caller puts in their place.
+
+    Args:
+        geometry: sizes of the store.
+        mesh: where it lies.
+        hidden_size: width of a hidden state.
+        dtype: its type.
+        most_step_rows: most rows of one sequence in a step.
+
+    Attributes:
+        geometry: sizes of the store.
+        store: device state of pages.
+        sequences: device state of sequences.
+        pool: reference counts of pages.
+        residency: where pages lie.
+        index: pages by the tokens they hold.
+        total: counters of everything that has closed.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        mesh: Mesh,
+        *,
+        hidden_size: int,
+        dtype: jax.typing.DTypeLike,
+        most_step_rows: int,
+    ) -> None:
+        self.geometry = geometry
+        self.store = KVStore.create(geometry, mesh)
+        self.sequences = SequenceState.create(geometry, hidden_size, dtype, mesh)
+        self.transitions = Transitions(geometry, mesh)
+        self.moves = PageMoves(self._launch_moves, _MOVES_A_LAUNCH)
+        self.pool = PagePool(geometry.num_pages, lambda page: self.residency.forget(page))
+        self.index = PrefixIndex(geometry.rows_per_page, self.pool)
+        self.residency = Residency(
+            device_pages=geometry.device_pages,
+            host_pages=geometry.host_pages,
+            max_sequences=geometry.max_sequences,
+            hot_pages=geometry.hot_pages,
+            staging_pages=geometry.staging_pages,
+            moves=self.moves,
+            is_referenced=lambda page: self.pool.references(page) > 0,
+            evict=lambda: self.index.evict(self._clock),
+            on_change=self._on_change,
+        )
+        self.total = CacheCounters()
+        self._most_step_rows = most_step_rows
+        self._running: dict[int, _Sequence] = {}
+        self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
+        self._spilled: set[int] = set()  # slots that may read host pages and have no lease
+        self._reads = ReadCounts(geometry.max_sequences)
+        self._new_pages: list[tuple[int, int, int]] = []  # slot, place in the block table, page
+        self._borrowed: tuple[int, ...] = ()
+        self._clock = 0
+        self._steps = 0
+
+    @property
+    def deleted(self) -> bool:
+        """Whether a step that failed has taken the device state with it."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.store, self.sequences)))
+
+    def delete(self) -> None:
+        """Gives up the device memory."""
+        for leaf in jax.tree.leaves((self.store, self.sequences)):
+            leaf.delete()
+
+    def pages_of(self, slot: int) -> tuple[int, ...]:
+        """Pages of the sequence in a slot, in order."""
+        return tuple(self._running[slot].pages)
+
+    def length(self, slot: int) -> int:
+        """Tokens of the sequence in a slot whose rows are computed."""
+        return len(self._running[slot].token_ids)
+
+    def open(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        most_tokens: int,
+        *,
+        use_prefix: bool = True,
+    ) -> int:
+        """Starts a sequence in a free slot.
+
+        Args:
+            slot: the slot.
+            token_ids: its prompt.
+            most_tokens: most tokens that it may come to have rows for.
+            use_prefix: continue cached pages that hold the beginning of the prompt, and cache the
+                sequence's own.
+
+        Returns:
+            Tokens of the prompt whose rows were found, at most all but the last.
+
+        Raises:
+            OutOfPagesError: too few pages, or places on the device, are free. Nothing has changed.
+        """
+        found = PrefixMatch()
+        if use_prefix:
+            found = self.index.match(token_ids, len(token_ids) - 1)
+        most_pages = self.geometry.pages_for(most_tokens)
+        self._check_room(len(token_ids), most_pages, found)
+        self._clock += 1
+        publication = self.index.acquire(found, self._clock)
+        sequence = _Sequence(
+            list(token_ids[: found.num_tokens]),
+            list(found.pages),
+            most_pages,
+            publication if use_prefix else None,
+            None,
+            CacheCounters(cached_tokens=found.num_tokens),
+        )
+        self._running[slot] = sequence
+        table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
+        table[: len(found.pages)] = found.pages
+        self.sequences = assign_slot(
+            self.sequences, jnp.int32(slot), jnp.asarray(table), jnp.int32(found.num_tokens)
+        )
+        if found.partial is not None:
+            source, _ = found.partial
+            self.pool.acquire(source)
+            (page,) = self._allocate(1)
+            self.residency.copy_of(source, page)
+            self.pool.release(source)
+            self._add_page(slot, page)
+        for page in found.pages:
+            self._slots_of.setdefault(page, set()).add(slot)
+            if self.residency.state(page) is PageState.HOST:
+                self._spilled.add(slot)
+        return found.num_tokens
+
+    def prepare(self, rows: dict[int, int], *, staging: bool = False) -> None:
+        """Makes the device ready for a step.
+
+        Args:
+            rows: how many rows the step appends, by slot.
+            staging: whether the step is a prefill, which stages pages rather than rows.
+        """
+        for slot, count in rows.items():
+            sequence = self._running[slot]
+            needed = self.geometry.pages_for(len(sequence.token_ids) + count)
+            for page in self._allocate(needed - len(sequence.pages)):
+                self.residency.start(page)
+                self._add_page(slot, page)
+        if self.geometry.has_host_tier:
+            self._move_pages(rows, staging)
+        self.moves.flush()
+        self._launch_tables()
+
+    def advance(
+        self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
+    ) -> None:
+        """Tells that a step has computed the rows of these tokens.
+
+        Args:
+            slot: the slot.
+            token_ids: the tokens.
+            prompt_complete: others may continue from here, in the middle of a page.
+        """
+        sequence = self._running[slot]
+        sealed = len(sequence.token_ids) // self.geometry.rows_per_page
+        sequence.token_ids += token_ids
+        full = len(sequence.token_ids) // self.geometry.rows_per_page
+        for page in sequence.pages[sealed:full]:
+            self.residency.seal(page)
+        if full > sealed and self.geometry.has_host_tier:
+            self._pin(sequence, sequence.pages[full - 1])
+        if full > sealed or prompt_complete:
+            self._publish(sequence, partial=prompt_complete)
+
+    def close(self, slot: int) -> CacheCounters:
+        """Ends a sequence; its pages stay as cached prefix as long as there is room for them."""
+        sequence = self._running.pop(slot)
+        self._clock += 1
+        self._pin(sequence, None)
+        self._publish(sequence, partial=True)
+        for page in sequence.pages:
+            slots = self._slots_of[page]
+            slots.discard(slot)
+            if not slots:
+                del self._slots_of[page]
+            if self.residency.state(page) is PageState.TAIL and self.pool.is_cached(page):
+                self.residency.seal(page)
+        self.residency.release_hot(slot)
+        self._spilled.discard(slot)
+        self._new_pages = [entry for entry in self._new_pages if entry[0] != slot]
+        self.index.release(sequence.pages, self._clock)
+        counters = sequence.counters
+        if self.geometry.has_host_tier:
+            self._read_counts()
+            counters += self._reads.take(slot, self.geometry.row_format.row_bytes)
+        self.total += counters
+        return counters
+
+    def check_integrity(self) -> None:
+        """Proves that every page is in one state and one place, and every count right.
+
+        Raises:
+            AssertionError: naming what is not.
+        """
+        self.pool.check_integrity()
+        self.index.check_integrity()
+        self.residency.check_integrity()
+        held: dict[int, int] = {}
+        for slot, sequence in self._running.items():
+            for page in sequence.pages:
+                held[page] = held.get(page, 0) + 1
+                assert slot in self._slots_of[page], f"page {page} does not know slot {slot}"
+        for page in range(self.geometry.num_pages):
+            references = self.pool.references(page)
+            assert references == held.get(page, 0), f"page {page} has {references} references"
+            free = references == 0 and not self.pool.is_cached(page)
+            state = self.residency.state(page)
+            assert free == (state is PageState.FREE), f"page {page} is {state.name}"
+        promised = sum(sequence.outstanding for sequence in self._running.values())
+        room = self.pool.num_free + self.pool.num_cached_only
+        assert promised <= room, f"{promised} pages promised, {room} can be had"
+
+    def _check_room(self, num_tokens: int, most_pages: int, found: PrefixMatch) -> None:
+        promised = sum(sequence.outstanding for sequence in self._running.values())
+        kept = [*found.pages, *([found.partial[0]] if found.partial else [])]
+        newly_held = sum(self.pool.references(page) == 0 for page in kept)
+        room = self.pool.num_free + self.pool.num_cached_only - promised - newly_held
+        wanted = most_pages - len(found.pages)
+        if wanted > room:
+            raise OutOfPagesError(f"{wanted} pages wanted, {room} free")
+        if not self.geometry.has_host_tier:
+            return
+        newest = [min(_NEWEST_PAGES, s.most_pages) for s in self._running.values()]
+        chunk = self.geometry.pages_for(min(num_tokens, self._most_step_rows)) + _NEWEST_PAGES
+        fixed = sum(newest) + min(chunk, most_pages)
+        if fixed > self.geometry.device_pages:
+            raise OutOfPagesError(
+                f"{fixed} pages must lie on the device, which has {self.geometry.device_pages}"
+            )
+
+    def _allocate(self, count: int) -> list[int]:
+        while self.pool.num_free < count:
+            if not self.index.evict(self._clock):
+                raise OutOfPagesError(f"{count} pages wanted, {self.pool.num_free} free")
+        return self.pool.allocate(max(count, 0))
+
+    def _add_page(self, slot: int, page: int) -> None:
+        pages = self._running[slot].pages
+        self._new_pages.append((slot, len(pages), page))
+        self._slots_of[page] = {slot}
+        pages.append(page)
+
+    def _publish(self, sequence: _Sequence, *, partial: bool) -> None:
+        if sequence.publication is None:
+            return
+        tokens, pages = sequence.token_ids, sequence.pages
+        full = len(tokens) // self.geometry.rows_per_page
+        self.index.publish(
+            sequence.publication, tokens, pages, len(tokens), self._clock, partial=partial
+        )
+        # Pages after one that another sequence has cached too could not be given up in order.
+        if full and not self.pool.is_cached(pages[full - 1]):
+            sequence.publication = None
+
+    def _pin(self, sequence: _Sequence, page: int | None) -> None:
+        if sequence.pinned is not None:
+            self.residency.unpin(sequence.pinned)
+        if page is not None:
+            self.residency.pin(page)
+        sequence.pinned = page
+
+    def _on_change(self, page: int, old: PageState, new: PageState) -> None:
+        slots = self._slots_of.get(page, set())
+        if new is PageState.HOST:
+            self._spilled |= slots
+        if old is PageState.DIRTY and new is PageState.CLEAN:
+            counted = CacheCounters(cleaned_pages=1, cleaned_bytes=self.geometry.page_bytes)
+            if slots:
+                self._running[min(slots)].counters += counted
+            else:
+                self.total += counted
+
+    def _move_pages(self, rows: dict[int, int], staging: bool) -> None:
+        self._steps += 1
+        if self._steps % _STEPS_BETWEEN_OBSERVATIONS == 0:
+            self._observe()
+        self.residency.clean_ahead(_PAGES_CLEANED_A_STEP)
+        self.residency.promote(_PAGES_RESTORED_A_STEP)
+        if staging:
+            if self._spilled & rows.keys() or any(self.residency.hot_places(s) for s in rows):
+                self.residency.lease_staging()
+        else:
+            self.residency.release_staging()
+            for slot in sorted(self._spilled & rows.keys()):
+                if self.residency.hot_places(slot) or self._lease(slot):
+                    self._spilled.discard(slot)
+        self._launch_leases()
+
+    def _lease(self, slot: int) -> bool:
+        """Leases hot rows to a slot, unless the next pages to be written would soon need them."""
+        geometry = self.geometry
+        reserve = geometry.device_pages // 10 + len(self._running)
+        if self.residency.room < geometry.hot_pages + reserve:
+            return False
+        return self.residency.lease_hot(slot)
+
+    def _observe(self) -> None:
+        """Reads back what the device has counted."""
+        self.store, selections = self.transitions.cool(self.store)
+        self.residency.update_heat(np.asarray(selections))
+        self._read_counts()
+
+    def _read_counts(self) -> None:
+        assert self.store.host is not None
+        reads = np.asarray(self.store.host.reads)
+        self._reads.update(reads.reshape(len(reads), -1, len(READS)).sum(axis=1, dtype=np.int64))
+
+    def _launch_moves(self, moves: MoveList) -> None:
+        self.store = self.transitions.move(self.store, moves)
+
+    def _launch_tables(self) -> None:
+        size = max(self.geometry.max_sequences, _MOVES_A_LAUNCH)
+        while self._new_pages:
+            entries = np.full((size, 3), -1, np.int32)
+            some, self._new_pages = self._new_pages[:size], self._new_pages[size:]
+            entries[: len(some)] = some
+            self.sequences = set_pages(self.sequences, jnp.asarray(entries))
+
+    def _launch_leases(self) -> None:
+        geometry, changed = self.geometry, self.residency.changed_leases
+        if changed:
+            slots = np.full(geometry.max_sequences, -1, np.int32)
+            places = np.full((geometry.max_sequences, geometry.hot_pages), -1, np.int32)
+            for row, slot in enumerate(sorted(changed)):
+                slots[row] = slot
+                leased = self.residency.hot_places(slot)
+                places[row, : len(leased)] = leased
+            # Slots that lost their lease to a page ask again once there is room.
+            self._spilled |= {
+                slot
+                for slot in changed & self._running.keys()
+                if not self.residency.hot_places(slot)
+            }
+            changed.clear()
+            self.store = self.transitions.lease(self.store, slots, places)
+        if self.residency.staging_places != self._borrowed:
+            self._borrowed = self.residency.staging_places
+            places = np.full(max(geometry.staging_pages, 1), -1, np.int32)
+            places[: len(self._borrowed)] = self._borrowed
+            self.store = self.transitions.borrow(self.store, places)

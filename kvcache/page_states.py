@@ -1,0 +1,224 @@
+"""What each page is and where its rows lie: the account that residency keeps."""
+
+import enum
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+NO_PLACE = -1
+
+
+class PageState(enum.Enum):
+    """What a page is.
+
+    FREE: the id is unused. TAIL: being written, on the device. DIRTY: sealed (its confirmed rows
+    never change again), only on the device. CLEAN: sealed, on the device and the host. HOST:
+    sealed, only on the host. IMPORTING: its rows are being loaded, on the device or the host.
+    """
+
+    FREE = enum.auto()
+    TAIL = enum.auto()
+    DIRTY = enum.auto()
+    CLEAN = enum.auto()
+    HOST = enum.auto()
+    IMPORTING = enum.auto()
+
+
+_USED = frozenset(PageState) - {PageState.FREE}
+
+# The states in which each operation is allowed.
+ALLOWED: Mapping[str, frozenset[PageState]] = {
+    "start": frozenset({PageState.FREE}),
+    "copy": _USED - {PageState.IMPORTING},
+    "seal": frozenset({PageState.TAIL}),
+    "clean": frozenset({PageState.DIRTY}),
+    "drop": frozenset({PageState.CLEAN}),
+    "give up the host copy of": frozenset({PageState.CLEAN}),
+    "restore": frozenset({PageState.HOST}),
+    "begin to import": frozenset({PageState.FREE}),
+    "end the import of": frozenset({PageState.IMPORTING}),
+    "pin": _USED,
+    "forget": frozenset(PageState),
+}
+
+# Whether a page of each state has a device place, and a host place.
+_TIERS: Mapping[PageState, tuple[tuple[bool, bool], ...]] = {
+    PageState.FREE: ((False, False),),
+    PageState.TAIL: ((True, False),),
+    PageState.DIRTY: ((True, False),),
+    PageState.CLEAN: ((True, True),),
+    PageState.HOST: ((False, True),),
+    PageState.IMPORTING: ((True, False), (False, True)),
+}
+
+
+class PageStates:
+    """States, places and pins of all pages, and the places that are free.
+
+    A page is droppable if it is sealed, on the device and not pinned. Device places are taken from
+    the end of the slab, host places from the middle, so that with page ids, taken in ascending
+    order, no two of the three numbers of a page are likely to be the same.
+    """
+
+    def __init__(self, device_pages: int, host_pages: int) -> None:
+        """All pages and places free.
+
+        Args:
+            device_pages: places on the device.
+            host_pages: places on the host, 0 for no host tier.
+        """
+        num_pages = device_pages + host_pages
+        middle = host_pages // 2
+        self._device_pages = device_pages
+        self._host_pages = host_pages
+        # The next place is the last.
+        self._free_device = list(range(device_pages))
+        self._free_host = [*range(middle - 1, -1, -1), *range(host_pages - 1, middle - 1, -1)]
+        self._state = [PageState.FREE] * num_pages
+        self._device_place = [NO_PLACE] * num_pages
+        self._host_place = [NO_PLACE] * num_pages
+        self._pins: dict[int, int] = {}
+        self._pages: dict[PageState, set[int]] = {state: set() for state in PageState}
+        self._pages[PageState.FREE].update(range(num_pages))
+        self._droppable: dict[PageState, set[int]] = {
+            PageState.CLEAN: set(),
+            PageState.DIRTY: set(),
+        }
+
+    @property
+    def num_pages(self) -> int:
+        """Page ids."""
+        return len(self._state)
+
+    @property
+    def num_free_device(self) -> int:
+        """Device places that nothing holds."""
+        return len(self._free_device)
+
+    @property
+    def num_free_host(self) -> int:
+        """Host places that nothing holds."""
+        return len(self._free_host)
+
+    @property
+    def num_droppable(self) -> int:
+        """Pages that are sealed, on the device and not pinned."""
+        return sum(map(len, self._droppable.values()))
+
+    @property
+    def room(self) -> int:
+        """Device places that are free, or can be with no page evicted and no lease revoked."""
+        host_room = self.num_free_host + self.count(PageState.CLEAN)
+        return self.num_free_device + min(self.num_droppable, host_room)
+
+    def state(self, page: int) -> PageState:
+        """State of a page."""
+        return self._state[page]
+
+    def device_place(self, page: int) -> int:
+        """The page's place in the device slab, or -1."""
+        return self._device_place[page]
+
+    def host_place(self, page: int) -> int:
+        """The page's place in the host slab, or -1."""
+        return self._host_place[page]
+
+    def count(self, state: PageState) -> int:
+        """Number of pages in a state."""
+        return len(self._pages[state])
+
+    def pages_in(self, state: PageState) -> AbstractSet[int]:
+        """The pages in a state: a view, which changes with them."""
+        return self._pages[state]
+
+    def droppable_in(self, state: PageState) -> AbstractSet[int]:
+        """The droppable pages that are CLEAN, or DIRTY: a view likewise."""
+        return self._droppable[state]
+
+    def is_droppable(self, page: int) -> bool:
+        """Whether the page is sealed, on the device and not pinned."""
+        return page in self._droppable.get(self._state[page], ())
+
+    def pin(self, page: int) -> None:
+        """Adds a pin to a page.
+
+        Raises:
+            ValueError: the page is FREE.
+        """
+        self._check(page, "pin")
+        self._pins[page] = self._pins.get(page, 0) + 1
+        self._find_droppable(page)
+
+    def unpin(self, page: int) -> None:
+        """Takes a pin away.
+
+        Raises:
+            ValueError: the page is not pinned.
+        """
+        if page not in self._pins:
+            raise ValueError(f"page {page} is not pinned")
+        self._pins[page] -= 1
+        if not self._pins[page]:
+            del self._pins[page]
+        self._find_droppable(page)
+
+    def _check(self, page: int, operation: str) -> None:
+        """Checks that an operation of `ALLOWED` may be done to a page.
+
+        Raises:
+            ValueError: there is no such page, its state does not allow it, or it is pinned and
+                would leave the device or be forgotten.
+        """
+        if not 0 <= page < len(self._state):
+            raise ValueError(f"page {page} is not in 0 to {len(self._state) - 1}")
+        state = self._state[page]
+        if state not in ALLOWED[operation]:
+            raise ValueError(f"cannot {operation} page {page}: it is {state.name}")
+        if operation in ("drop", "forget") and page in self._pins:
+            raise ValueError(f"cannot {operation} page {page}: it is pinned")
+
+    def _place(self, page: int, state: PageState, device_place: int, host_place: int) -> bool:
+        """Gives a page a state and places; those it had before and no longer has become free.
+
+        The new ones are the caller's, taken from the free lists. Returns whether a place changed.
+        """
+        old_device, old_host = self._device_place[page], self._host_place[page]
+        if old_device not in (device_place, NO_PLACE):
+            self._free_device.append(old_device)
+        if old_host not in (host_place, NO_PLACE):
+            self._free_host.append(old_host)
+        self._pages[self._state[page]].remove(page)
+        self._pages[state].add(page)
+        self._state[page] = state
+        self._device_place[page], self._host_place[page] = device_place, host_place
+        self._find_droppable(page)
+        return (old_device, old_host) != (device_place, host_place)
+
+    def _find_droppable(self, page: int) -> None:
+        for state, pages in self._droppable.items():
+            if self._state[page] is state and page not in self._pins:
+                pages.add(page)
+            else:
+                pages.discard(page)
+
+    def _check_places(self, leased: list[int]) -> None:
+        """Proves that every place is free, leased or one page's, and that states agree with places.
+
+        Raises:
+            AssertionError: naming what does not.
+        """
+        device = [place for place in self._device_place if place != NO_PLACE]
+        places = sorted(self._free_device + leased + device)
+        assert places == list(range(self._device_pages)), f"device places lost or doubled: {places}"
+        host = [place for place in self._host_place if place != NO_PLACE]
+        places = sorted(self._free_host + host)
+        assert places == list(range(self._host_pages)), f"host places lost or doubled: {places}"
+        for page, state in enumerate(self._state):
+            tiers = self._device_place[page] != NO_PLACE, self._host_place[page] != NO_PLACE
+            assert tiers in _TIERS[state], f"page {page} is {state.name}, but in tiers {tiers}"
+            listed = [other for other, pages in self._pages.items() if page in pages]
+            assert listed == [state], f"page {page} is {state.name}, but listed as {listed}"
+            listed = [other for other, pages in self._droppable.items() if page in pages]
+            droppable = state in self._droppable and page not in self._pins
+            assert listed == [state] * droppable, f"page {page} is {state.name}, drops as {listed}"
+        for page, pins in self._pins.items():
+            assert pins > 0 and self._state[page] in _USED, f"page {page} has {pins} pins"

@@ -1,0 +1,156 @@
+"""Pages in the order in which the policy takes them: by heat."""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from jaxtyping import Float32
+
+from kvcache.page_states import PageState, PageStates
+
+Order = tuple[float, int, int]
+
+
+class PageQueue:
+    """The pages that qualify for something, lowest order first.
+
+    Built when first asked for a page after `invalidate`, at a cost of all pages that qualify. From
+    then on `push` and `first` take O(log n): a page that no longer qualifies, or whose order has
+    grown, is noticed when it comes first. One whose order has shrunk keeps its turn until the
+    queue is built anew.
+    """
+
+    def __init__(
+        self,
+        pages: Callable[[], Iterable[int]],
+        qualifies: Callable[[int], bool],
+        order: Callable[[int], Order],
+    ) -> None:
+        """A queue that is not built yet.
+
+        Args:
+            pages: pages among which to look for those that qualify.
+            qualifies: whether a page belongs into the queue now.
+            order: a page's order now; no two pages have the same.
+        """
+        self._pages = pages
+        self._qualifies = qualifies
+        self._order = order
+        self._heap: list[tuple[Order, int]] | None = None
+        self._queued: dict[int, Order] = {}  # an entry of the heap that differs is void
+
+    def invalidate(self) -> None:
+        """Forgets all orders, after they have changed at large."""
+        self._heap = None
+        self._queued.clear()
+
+    def first(self) -> int | None:
+        """The page of lowest order, or None. It stays queued as long as it qualifies."""
+        heap = self._build() if self._heap is None else self._heap
+        while heap:
+            order, page = heap[0]
+            if self._queued.get(page) != order:
+                heapq.heappop(heap)
+            elif not self._qualifies(page):
+                heapq.heappop(heap)
+                del self._queued[page]
+            elif (grown := self._order(page)) > order:
+                heapq.heapreplace(heap, (grown, page))
+                self._queued[page] = grown
+            else:
+                return page
+        return None
+
+    def push(self, page: int) -> None:
+        """Queues a page if it has come to qualify."""
+        if self._heap is None or page in self._queued or not self._qualifies(page):
+            return
+        self._queued[page] = self._order(page)
+        heapq.heappush(self._heap, (self._queued[page], page))
+
+    def discard(self, page: int) -> None:
+        """Takes a page out, before its id is used anew."""
+        if self._heap is None or self._queued.pop(page, None) is None:
+            return
+        if len(self._heap) > 2 * len(self._queued) + 64:
+            self.invalidate()  # Building it costs less than the pages taken out since it was built.
+
+    def _build(self) -> list[tuple[Order, int]]:
+        self._queued = {page: self._order(page) for page in self._pages() if self._qualifies(page)}
+        heap = [(order, page) for page, order in self._queued.items()]
+        heapq.heapify(heap)
+        self._heap = heap
+        return heap
+
+
+class Victims:
+    """Heat of all pages, and the queues that follow from it.
+
+    The expected loss of dropping a page is its heat, a decayed count of selections. Of pages
+    equally hot the unreferenced go first, then those started or sealed longest ago. A page started
+    since the last `update_heat` counts as hotter than any that it covered.
+
+    Attributes:
+        coldest: droppable pages, least loss first.
+        coldest_dirty: those of them that are DIRTY.
+        hottest_clean: CLEAN pages, hottest first.
+        hottest_host: HOST pages that are referenced and have been selected, hottest first.
+    """
+
+    def __init__(self, states: PageStates, is_referenced: Callable[[int], bool]) -> None:
+        """All pages cold.
+
+        Args:
+            states: the account of the pages.
+            is_referenced: whether a sequence holds a page.
+        """
+        self._heat = [0.0] * states.num_pages
+        self._touched = [0] * states.num_pages  # when the page was started or sealed
+        self._clock = 0
+
+        def loss(page: int) -> Order:
+            return self._heat[page], int(is_referenced(page)), self._touched[page]
+
+        def hottest(page: int) -> Order:
+            return -self._heat[page], 0, -self._touched[page]
+
+        def is_missed(page: int) -> bool:
+            return page in host and self._heat[page] > 0 and is_referenced(page)
+
+        clean, dirty = map(states.droppable_in, (PageState.CLEAN, PageState.DIRTY))
+        self.coldest = PageQueue(lambda: clean | dirty, states.is_droppable, loss)
+        self.coldest_dirty = PageQueue(lambda: dirty, dirty.__contains__, loss)
+        copied, host = map(states.pages_in, (PageState.CLEAN, PageState.HOST))
+        self.hottest_clean = PageQueue(lambda: copied, copied.__contains__, hottest)
+        self.hottest_host = PageQueue(lambda: host, is_missed, hottest)
+        self._queues = (self.coldest, self.coldest_dirty, self.hottest_clean, self.hottest_host)
+
+    def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:
+        """Replaces the heat of all pages.
+
+        Raises:
+            ValueError: there is not one for each page.
+        """
+        if len(heat) != len(self._heat):
+            raise ValueError(f"heat has {len(heat)} pages, there are {len(self._heat)}")
+        self._heat = heat.tolist()
+        for queue in self._queues:
+            queue.invalidate()
+
+    def begin(self, page: int) -> None:
+        """Notes that an id is used anew: hot until measured."""
+        for queue in self._queues:
+            queue.discard(page)
+        self._heat[page] = math.inf
+        self.touch(page)
+
+    def touch(self, page: int) -> None:
+        """Makes a page the most recently started or sealed one; it must be in no queue."""
+        self._clock += 1
+        self._touched[page] = self._clock
+
+    def push(self, page: int) -> None:
+        """Queues a page wherever it has come to qualify."""
+        for queue in self._queues:
+            queue.push(page)

@@ -1,0 +1,51 @@
+"""Page moves in plain jax.numpy, one page after another, in place.
+
+Lists have a fixed size; an entry with a negative place is padding and moves nothing.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+Slab = Shaped[Array, "layers device_pages rows_per_page width"]
+HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
+Moves = Int[Array, "moves 2"]
+
+
+def store_pages(slab: Slab, host: HostSlab, moves: Moves) -> HostSlab:
+    """Copies pages (device page, host page) to host memory, whose layers lie side by side."""
+
+    def store(host: jax.Array, device_page: jax.Array, host_page: jax.Array) -> jax.Array:
+        page = lax.dynamic_index_in_dim(slab, device_page, 1, keepdims=False)
+        return lax.dynamic_update_index_in_dim(host, jnp.swapaxes(page, 0, 1), host_page, 0)
+
+    return _move(store, host, moves)
+
+
+def load_pages(slab: Slab, host: HostSlab, moves: Moves) -> Slab:
+    """Copies pages (host page, device page) to the device."""
+
+    def load(slab: jax.Array, host_page: jax.Array, device_page: jax.Array) -> jax.Array:
+        page = lax.dynamic_index_in_dim(host, host_page, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(slab, jnp.swapaxes(page, 0, 1), device_page, 1)
+
+    return _move(load, slab, moves)
+
+
+def copy_pages(slab: Slab, moves: Moves) -> Slab:
+    """Copies pages (from, to) of axis 1, for rows or for index keys."""
+
+    def copy(slab: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+        page = lax.dynamic_index_in_dim(slab, source, 1, keepdims=False)
+        return lax.dynamic_update_index_in_dim(slab, page, target, 1)
+
+    return _move(copy, slab, moves)
+
+
+def _move(move: Callable[..., jax.Array], state: jax.Array, moves: jax.Array) -> jax.Array:
+    """Applies the moves, which lie before the padding, in order."""
+    count = jnp.sum(moves[:, 0] >= 0)
+    return lax.fori_loop(0, count, lambda i, state: move(state, moves[i, 0], moves[i, 1]), state)

@@ -1,0 +1,80 @@
+"""Staging in plain jax.numpy. What is not listed costs nothing: counts are read on the device."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+Slab = Shaped[Array, "layers device_pages rows_per_page width"]
+HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
+Scalar = int | Int[Array, ""]
+
+_ROWS_TOGETHER = 64
+
+
+def stage_rows(
+    slab: Slab,
+    host: HostSlab,
+    first_layer: Scalar,
+    num_layers: Scalar,
+    host_rows: Int[Array, " misses"],
+    device_rows: Int[Array, " misses"],
+    count: Int[Array, ""],
+) -> Slab:
+    """Copies rows of host memory into the slab, for all layers of an index group.
+
+    Args:
+        slab: rows on the device.
+        host: rows in host memory, a row's layers side by side.
+        first_layer: first layer of the group.
+        num_layers: layers of the group.
+        host_rows: rows to read, counted over pages.
+        device_rows: rows of a layer to write, counted over its pages; no two are the same.
+        count: how many of the lists are valid.
+    """
+    rows = slab.reshape(slab.shape[0], -1, slab.shape[3])
+    source = host.reshape(-1, *host.shape[2:])
+    padding = (0, -host_rows.shape[0] % _ROWS_TOGETHER)
+    host_rows, device_rows = jnp.pad(host_rows, padding), jnp.pad(device_rows, padding)
+
+    def stage(index: jax.Array, rows: jax.Array) -> jax.Array:
+        start, layer = index // num_layers * _ROWS_TOGETHER, first_layer + index % num_layers
+        valid = start + jnp.arange(_ROWS_TOGETHER) < count
+        read = lax.dynamic_slice_in_dim(host_rows, start, _ROWS_TOGETHER)
+        write = lax.dynamic_slice_in_dim(device_rows, start, _ROWS_TOGETHER)
+        write = jnp.where(valid, write, rows.shape[1])
+        staged = source[jnp.where(valid, read, 0), layer]
+        return rows.at[layer, write].set(staged, mode="drop")
+
+    bursts = -(-count // _ROWS_TOGETHER) * num_layers
+    return lax.fori_loop(0, bursts, stage, rows).reshape(slab.shape)
+
+
+def stage_pages(
+    slab: Slab,
+    host: HostSlab,
+    layer: Scalar,
+    host_pages: Int[Array, " pages"],
+    places: Int[Array, " pages"],
+    count: Int[Array, ""],
+) -> Slab:
+    """Copies one layer of host pages into the slab.
+
+    Args:
+        slab: rows on the device.
+        host: rows in host memory.
+        layer: the layer to read.
+        host_pages: pages to read.
+        places: where to write, in pages counted over all layers from this layer on, round the end.
+        count: how many of the lists are valid.
+    """
+    num_layers, device_pages = slab.shape[:2]
+    pages = slab.reshape(-1, *slab.shape[2:])
+
+    def stage(index: jax.Array, pages: jax.Array) -> jax.Array:
+        place = (layer * device_pages + places[index]) % (num_layers * device_pages)
+        page = lax.dynamic_index_in_dim(host, host_pages[index], 0, keepdims=False)
+        rows = lax.dynamic_index_in_dim(page, layer, 1, keepdims=False)
+        return lax.dynamic_update_index_in_dim(pages, rows, place, 0)
+
+    return lax.fori_loop(0, count, stage, pages).reshape(slab.shape)

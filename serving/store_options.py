@@ -1,0 +1,178 @@
+"""How large the KV store is: what the options of an `LLM` come to on a machine."""
+
+import dataclasses
+import logging
+import math
+import os
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from kvcache import KVGeometry
+from kvcache.geometry import MAX_HOT_ROWS
+from serving.engine_options import check_count
+
+logger = logging.getLogger(__name__)
+
+KVPolicy = Literal["hybrid", "resident"]
+
+MEMORY_FRACTION = 0.92
+_CPU_BYTES = 1 << 30  # of a store on a CPU, in each tier
+_HOST_SHARE = 0.5  # of the free host memory, for the host tier of accelerators
+_HOT_SELECTIONS = 4  # selections that a sequence's hot rows hold
+_LEASE_SHARE = 4  # hot rows of a sequence, and staging, take at most this part of the device pages
+FEWEST_DEVICE_PAGES = 4
+"""With a host tier: two newest pages of a sequence, and two for its next step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Sizes that a caller chose; None is what fits.
+
+    Attributes:
+        device_pages: pages on the devices.
+        host_memory_gib: host memory for pages that leave the devices, all devices together.
+        kv_policy: "hybrid" moves pages to host memory when room runs short, "resident" never does.
+        hot_rows: rows of such pages that a sequence keeps on each device.
+        memory_fraction: share of each device's memory for weights and store.
+
+    Raises:
+        ValueError: an option is refused; the message names it.
+    """
+
+    device_pages: int | None
+    host_memory_gib: float | int | None
+    kv_policy: KVPolicy
+    hot_rows: int | None
+    memory_fraction: float | int
+
+    def __post_init__(self) -> None:
+        for name in ("device_pages", "hot_rows"):
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value)
+        if self.kv_policy not in ("hybrid", "resident"):
+            raise ValueError(f"kv_policy must be 'hybrid' or 'resident', got {self.kv_policy!r}")
+        _check_number("memory_fraction", self.memory_fraction, 0, 1)
+        if self.host_memory_gib is not None:
+            _check_number("host_memory_gib", self.host_memory_gib, 0, math.inf)
+            if self.kv_policy == "resident":
+                raise ValueError(
+                    f"host_memory_gib {self.host_memory_gib} has no use with kv_policy 'resident'"
+                )
+        if self.hot_rows is not None and self.hot_rows > MAX_HOT_ROWS:
+            raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
+
+
+def resolve_geometry(
+    one_page: KVGeometry, options: StoreOptions, mesh: Mesh, index_topk: int
+) -> KVGeometry:
+    """The store's sizes.
+
+    Sizes that are left open are as large as memory allows and all sequences can use. There is no
+    host tier if they leave nothing for it, or the policy is "resident".
+
+    Args:
+        one_page: the store with one page.
+        options: what the caller chose.
+        mesh: where the store lies; weights are there already.
+        index_topk: rows that a token selects.
+
+    Raises:
+        ValueError: memory is too small for one sequence, the device does not tell its memory, or
+            the device pages are too few for a host tier.
+        NotImplementedError: a host tier on an accelerator.
+    """
+    needed = one_page.max_sequences * one_page.max_pages_per_sequence
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if options.kv_policy == "hybrid" and not on_cpu:
+        raise NotImplementedError(
+            "kv_policy 'hybrid' has no kernels for this platform yet: use kv_policy='resident'"
+        )
+    host_bytes = _host_bytes(options, on_cpu)
+    if options.device_pages is None:
+        device_bytes = sum(
+            _free_bytes(device, options.memory_fraction) for device in mesh.devices.flat
+        )
+        device_pages, host_pages = one_page.pages_within(device_bytes, host_bytes)
+        device_pages = min(device_pages, needed)
+    else:
+        device_pages, host_pages = options.device_pages, host_bytes // one_page.page_bytes
+    host_pages = min(host_pages, max(needed - device_pages, 0))
+    if options.device_pages is None and device_pages + host_pages < one_page.max_pages_per_sequence:
+        raise ValueError(
+            f"memory for {device_pages} pages on the device and {host_pages} in host memory is "
+            f"less than the {one_page.max_pages_per_sequence} that max_model_len needs: lower "
+            "max_model_len or raise host_memory_gib"
+        )
+    geometry = dataclasses.replace(one_page, device_pages=device_pages)
+    if host_pages:
+        geometry = _with_host_tier(geometry, host_pages, options.hot_rows, index_topk)
+    logger.info(
+        "KV store: %d pages of %d tokens on the device, %.2f GiB; %d in host memory, %.2f GiB",
+        device_pages,
+        geometry.rows_per_page,
+        geometry.device_bytes / 2**30,
+        host_pages,
+        geometry.host_bytes / 2**30,
+    )
+    return geometry
+
+
+def most_step_rows(geometry: KVGeometry, max_num_batched_tokens: int) -> int:
+    """Most tokens of a prefill step: their pages must lie on the device, beside two others."""
+    if not geometry.has_host_tier:
+        return max_num_batched_tokens
+    pages = geometry.device_pages - FEWEST_DEVICE_PAGES + 1
+    return min(max_num_batched_tokens, pages * geometry.rows_per_page)
+
+
+def _with_host_tier(
+    geometry: KVGeometry, host_pages: int, hot_rows: int | None, index_topk: int
+) -> KVGeometry:
+    device_pages = geometry.device_pages
+    if device_pages < FEWEST_DEVICE_PAGES:
+        raise ValueError(
+            f"device_pages must be at least {FEWEST_DEVICE_PAGES} with pages in host memory, got "
+            f"{device_pages}: raise it or use kv_policy='resident'"
+        )
+    most_pages = max(device_pages // _LEASE_SHARE, 1)
+    if hot_rows is None:
+        wanted = -(-_HOT_SELECTIONS * index_topk // geometry.num_devices)
+        hot_rows = min(wanted, most_pages * geometry.rows_per_device, MAX_HOT_ROWS)
+    # A layer of a page is staged at a time: a staging page has room for one of each layer.
+    staging_pages = -(-geometry.max_pages_per_sequence // geometry.num_layers)
+    return dataclasses.replace(
+        geometry,
+        host_pages=host_pages,
+        hot_rows=hot_rows,
+        staging_pages=min(staging_pages, most_pages),
+    )
+
+
+def _host_bytes(options: StoreOptions, on_cpu: bool) -> int:
+    if options.kv_policy == "resident":
+        return 0
+    if options.host_memory_gib is not None:
+        return int(options.host_memory_gib * 2**30)
+    if on_cpu:
+        return _CPU_BYTES
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * _HOST_SHARE)
+
+
+def _free_bytes(device: Any, memory_fraction: float | int) -> int:
+    if device.platform == "cpu":
+        return _CPU_BYTES
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(f"{device} does not tell its memory: set device_pages")
+    return int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"]
+
+
+def _check_number(name: str, value: object, above: float | int, most: float | int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
+        limit = "" if most == math.inf else f" and at most {most}"
+        raise ValueError(f"{name} must be a number above {above}{limit}, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")

@@ -1,0 +1,183 @@
+from collections.abc import Callable
+
+import pytest
+
+from kvcache.page_moves import PageMoves
+from kvcache.page_pool import OutOfPagesError
+from kvcache.page_states import PageState
+from kvcache.residency import Residency
+
+FREE, TAIL, DIRTY = PageState.FREE, PageState.TAIL, PageState.DIRTY
+CLEAN, HOST, IMPORTING = PageState.CLEAN, PageState.HOST, PageState.IMPORTING
+
+
+def residency(
+    device_pages: int, host_pages: int, referenced: Callable[[int], bool] = lambda page: True
+) -> Residency:
+    return Residency(
+        device_pages=device_pages,
+        host_pages=host_pages,
+        max_sequences=2,
+        hot_pages=2,
+        staging_pages=1,
+        moves=PageMoves(lambda moves: None, 16),
+        is_referenced=referenced,
+        evict=lambda: False,
+    )
+
+
+OPERATIONS: dict[str, Callable[[Residency, int], object]] = {
+    "start": lambda pages, page: pages.start(page),
+    "copy_of": lambda pages, page: pages.copy_of(0, page),
+    "copied": lambda pages, page: pages.copy_of(page, 9),
+    "seal": lambda pages, page: pages.seal(page),
+    "clean": lambda pages, page: pages.clean(page),
+    "drop": lambda pages, page: pages.drop(page),
+    "give_up_host": lambda pages, page: pages.give_up_host(page),
+    "restore": lambda pages, page: pages.restore(page),
+    "import_device": lambda pages, page: pages.begin_import(page, to_device=True),
+    "import_host": lambda pages, page: pages.begin_import(page, to_device=False),
+    "end_import": lambda pages, page: pages.end_import(page),
+    "forget": lambda pages, page: pages.forget(page),
+}
+# How a page comes to each state, and what may be done to it there.
+HISTORIES = {
+    "FREE": [],
+    "TAIL": ["start"],
+    "DIRTY": ["start", "seal"],
+    "CLEAN": ["start", "seal", "clean"],
+    "HOST": ["start", "seal", "clean", "drop"],
+    "IMPORTING on the device": ["import_device"],
+    "IMPORTING on the host": ["import_host"],
+}
+EXPECTED = {
+    "FREE": {
+        "start": TAIL,
+        "copy_of": TAIL,
+        "import_device": IMPORTING,
+        "import_host": IMPORTING,
+        "forget": FREE,
+    },
+    "TAIL": {"seal": DIRTY, "copied": TAIL, "forget": FREE},
+    "DIRTY": {"clean": CLEAN, "copied": DIRTY, "forget": FREE},
+    "CLEAN": {"drop": HOST, "give_up_host": DIRTY, "copied": CLEAN, "forget": FREE},
+    "HOST": {"restore": CLEAN, "copied": HOST, "forget": FREE},
+    "IMPORTING on the device": {"end_import": DIRTY, "forget": FREE},
+    "IMPORTING on the host": {"end_import": HOST, "forget": FREE},
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("state", HISTORIES)
+def test_transitions(state: str, operation: str) -> None:
+    """A transition that loses or invents bytes, or a refusal that changes something."""
+    pages, page = residency(6, 4), 5
+    pages.start(0)
+    for step in HISTORIES[state]:
+        OPERATIONS[step](pages, page)
+
+    def account() -> list[object]:
+        places = [(pages.device_place(page), pages.host_place(page)) for page in range(10)]
+        counts = [pages.count(state) for state in PageState]
+        return [places, counts, pages.num_free_device, pages.num_free_host, pages.state(page)]
+
+    before = account()
+    if operation in EXPECTED[state]:
+        OPERATIONS[operation](pages, page)
+        assert pages.state(page) is EXPECTED[state][operation]
+    else:
+        with pytest.raises(ValueError, match=f"page {page}: it is {state.split()[0]}"):
+            OPERATIONS[operation](pages, page)
+        assert account() == before
+    pages.check_integrity()
+
+
+def test_a_pinned_page_stays() -> None:
+    """A page that a running sequence is about to read, dropped or forgotten."""
+    pages = residency(2, 2)
+    pages.start(0)
+    pages.pin(0)
+    pages.pin(0)
+    pages.seal(0)
+    pages.clean(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot drop page 0: it is pinned"):
+            pages.drop(0)
+        with pytest.raises(ValueError, match="cannot forget page 0: it is pinned"):
+            pages.forget(0)
+        with pytest.raises(OutOfPagesError, match="2 device places wanted, 1 can be freed"):
+            pages.make_room(2)
+        pages.unpin(0)
+    with pytest.raises(ValueError, match="page 0 is not pinned"):
+        pages.unpin(0)
+    with pytest.raises(ValueError, match="cannot pin page 1: it is FREE"):
+        pages.pin(1)
+    pages.make_room(2)
+    assert pages.state(0) is HOST
+
+
+@pytest.mark.parametrize("page", [-1, 4])
+def test_no_such_page(page: int) -> None:
+    """An id that wraps around to another page."""
+    with pytest.raises(ValueError, match=f"page {page} is not in 0 to 3"):
+        residency(2, 2).start(page)
+
+
+def test_numbers_of_a_page_differ() -> None:
+    """An id or a place that happens to be right when it is used for another."""
+    pages = residency(10, 10)
+    for page in range(10):
+        pages.start(page)
+        pages.seal(page)
+        pages.clean(page)
+    numbers = [(page, pages.device_place(page), pages.host_place(page)) for page in range(10)]
+    assert sum(len(set(number)) < 3 for number in numbers) <= 2
+
+
+def test_slots_of_leases() -> None:
+    """A lease of a slot that is not there, or of one slot twice, so that places are lost."""
+    pages = residency(6, 0)
+    for slot in (-1, 2):
+        with pytest.raises(ValueError, match=f"slot {slot} is not in 0 to 1"):
+            pages.lease_hot(slot)
+    assert pages.lease_hot(1)
+    with pytest.raises(ValueError, match="slot 1 has a hot lease"):
+        pages.lease_hot(1)
+    pages.release_hot(0)
+    assert pages.changed_leases == {1}
+    pages.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda pages: pages._free_device.pop(),
+        lambda pages: pages._free_device.append(pages.device_place(0)),
+        lambda pages: pages._free_host.pop(),
+        lambda pages: pages._free_host.append(pages.host_place(1)),
+        lambda pages: pages._leases.staging.append(pages.device_place(0)),
+        lambda pages: pages._leases.hot.update({1: pages.hot_places(0)}),
+        lambda pages: pages._leases.hot.update({1: ()}),
+        lambda pages: pages._leases.staging.append(pages._free_device.pop()),
+        lambda pages: pages._state.__setitem__(0, CLEAN),
+        lambda pages: pages._state.__setitem__(0, DIRTY),
+        lambda pages: pages._pages[TAIL].add(1),
+        lambda pages: pages._droppable[CLEAN].clear(),
+        lambda pages: pages._pins.update({1: 1}),
+        lambda pages: pages._pins.update({0: 0}),
+        lambda pages: pages._pins.update({3: 1}),
+    ],
+)
+def test_integrity_check_finds_corruption(corrupt: Callable[[Residency], object]) -> None:
+    """A place lost or held twice, that the check which every engine test runs would let pass."""
+    pages = residency(7, 3)
+    for page in range(2):
+        pages.start(page)
+    pages.seal(1)
+    pages.clean(1)
+    assert pages.lease_hot(0)
+    assert pages.lease_staging() == 1
+    pages.check_integrity()
+    corrupt(pages)
+    with pytest.raises(AssertionError, match=r"page|place"):
+        pages.check_integrity()

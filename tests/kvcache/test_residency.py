@@ -1,0 +1,310 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcache.page_moves import MoveList, PageMoves
+from kvcache.page_pool import OutOfPagesError, PagePool
+from kvcache.page_states import PageState
+from kvcache.residency import Residency
+
+FREE, TAIL, DIRTY = PageState.FREE, PageState.TAIL, PageState.DIRTY
+CLEAN, HOST, IMPORTING = PageState.CLEAN, PageState.HOST, PageState.IMPORTING
+NOWHERE = (-1, -1)
+SLOTS = range(2)
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Drives a residency with a pool, and a device that executes its launches on contents.
+
+    A content is a number, the same for a page's rows and its index keys. Steps overwrite whatever
+    no page's place is mapped to.
+    """
+
+    @initialize(
+        device_pages=st.integers(3, 6),
+        host_pages=st.integers(0, 6),
+        hot_pages=st.integers(1, 3),
+        staging_pages=st.integers(0, 2),
+        size=st.integers(1, 4),
+    )
+    def create(
+        self, device_pages: int, host_pages: int, hot_pages: int, staging_pages: int, size: int
+    ) -> None:
+        self.device_pages, self.host_pages = device_pages, host_pages
+        self.hot_pages, self.staging_pages = hot_pages, staging_pages
+        self.num_pages = device_pages + host_pages
+        self.pool = PagePool(self.num_pages, lambda page: self.residency.forget(page))
+        self.moves = PageMoves(self.launch, size)
+        self.residency = Residency(
+            device_pages=device_pages,
+            host_pages=host_pages,
+            max_sequences=len(SLOTS),
+            hot_pages=hot_pages,
+            staging_pages=staging_pages,
+            moves=self.moves,
+            is_referenced=lambda page: self.pool.references(page) > 0,
+            evict=self.evict,
+        )
+        self.device = dict.fromkeys(range(device_pages), 0)
+        self.host = dict.fromkeys(range(host_pages), 0)
+        self.keys = dict.fromkeys(range(self.num_pages), 0)
+        self.maps = dict.fromkeys(range(self.num_pages), NOWHERE)
+        self.leases: dict[int, tuple[int, ...]] = dict.fromkeys(SLOTS, ())
+        self.contents: dict[int, int] = {}
+        self.pins: dict[int, int] = {}
+        self.written = 0
+
+    def launch(self, moves: MoveList) -> None:
+        tiers = [(self.device, self.host), (self.host, self.device), (self.device, self.device)]
+        lists = [moves.stores, moves.loads, moves.copies, moves.key_copies]
+        for pairs, (sources, targets) in zip(lists, [*tiers, (self.keys, self.keys)], strict=True):
+            for source, target in pairs.tolist():
+                if source >= 0:
+                    targets[target] = sources[source]
+        for page, *places in moves.maps.tolist():
+            if page >= 0:
+                self.maps[page] = tuple(places)
+
+    def evict(self) -> bool:
+        evictable = self.evictable
+        if evictable:
+            self.pool.uncache(evictable[0])
+            del self.contents[evictable[0]]
+        return bool(evictable)
+
+    @property
+    def evictable(self) -> list[int]:
+        pages = [page for page in range(self.num_pages) if self.pool.is_cached(page)]
+        return [page for page in pages if not self.pool.references(page) and page not in self.pins]
+
+    def pages(self, *states: PageState) -> list[int]:
+        pages = range(self.num_pages)
+        return [page for page in pages if self.residency.state(page) in states]
+
+    @property
+    def sources(self) -> list[int]:
+        return [page for page in self.contents if self.residency.state(page) is not IMPORTING]
+
+    def can_free(self, count: int, leased: int = 0) -> bool:
+        """The condition that the class states, with some places that may not be taken."""
+        on_device = [page for page in range(self.num_pages) if self.place(page) >= 0]
+        stuck = [page for page in on_device if page in self.pins]
+        stuck += [
+            page for page in self.pages(TAIL, IMPORTING) if page in set(on_device) - set(stuck)
+        ]
+        held = self.num_pages - self.residency.count(FREE) - len(self.evictable)
+        return count <= min(self.device_pages - len(stuck), self.num_pages - held) - leased
+
+    def place(self, page: int) -> int:
+        return self.residency.device_place(page)
+
+    def try_out(self, possible: bool, action: Callable[[], None]) -> bool:
+        """Does something that must raise OutOfPagesError exactly if it is not possible."""
+        if possible:
+            action()
+        else:
+            before = self.residency.pages_dropped
+            with pytest.raises(OutOfPagesError, match=r"raise (device_pages|host_memory_gib)"):
+                action()
+            assert self.residency.pages_dropped == before
+        return possible
+
+    def write(self, page: int) -> None:
+        """What a step or an import does: goes by the maps, to whatever tier they name."""
+        self.written += 1
+        device_place, host_place = self.maps[page]
+        tier, place = (self.device, device_place) if device_place >= 0 else (self.host, host_place)
+        tier[place] = self.keys[page] = self.contents[page] = self.written
+
+    @rule()
+    def step(self) -> None:
+        self.moves.flush()
+        places = [
+            (self.place(page), self.residency.host_place(page)) for page in range(self.num_pages)
+        ]
+        assert self.maps == dict(enumerate(places))
+        for page, content in self.contents.items():
+            assert self.keys[page] == content
+            device_place, host_place = places[page]
+            assert device_place < 0 or self.device[device_place] == content
+            assert host_place < 0 or self.host[host_place] == content
+        for slot in self.residency.changed_leases:
+            self.leases[slot] = self.residency.hot_places(slot)
+        self.residency.changed_leases.clear()
+        assert self.leases == {slot: self.residency.hot_places(slot) for slot in SLOTS}
+        device_places, host_places = map(set, zip(*places, strict=True))
+        self.device |= dict.fromkeys(set(self.device) - device_places, -1)
+        self.host |= dict.fromkeys(set(self.host) - host_places, -1)
+        for page in self.pages(TAIL):
+            self.write(page)
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule(seal=st.booleans())
+    def start(self, seal: bool) -> None:
+        (page,) = self.pool.allocate(1)
+        if not self.try_out(self.can_free(1), lambda: self.residency.start(page)):
+            self.pool.release(page)
+        elif seal:
+            self.step()
+            self.residency.seal(page)
+
+    @precondition(lambda self: self.pool.num_free and self.sources)
+    @rule(data=st.data())
+    def copy_of(self, data: st.DataObject) -> None:
+        source = data.draw(st.sampled_from(self.sources))
+        self.pool.acquire(source)
+        (page,) = self.pool.allocate(1)
+        if self.try_out(self.can_free(1), lambda: self.residency.copy_of(source, page)):
+            self.contents[page] = self.contents[source]
+        else:
+            self.pool.release(page)
+        if self.pool.references(source) == 1 and not self.pool.is_cached(source):
+            del self.contents[source]
+        self.pool.release(source)
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule(to_device=st.booleans())
+    def begin_import(self, to_device: bool) -> None:
+        (page,) = self.pool.allocate(1)
+        possible = self.can_free(1)
+        if not to_device:
+            in_host = self.residency.count(CLEAN) + self.residency.num_free_host
+            possible = in_host > 0 or (possible and self.residency.count(HOST) > 0)
+        begin = lambda: self.residency.begin_import(page, to_device)  # noqa: E731
+        if self.try_out(possible, begin):
+            self.moves.flush()
+            assert (self.place(page) >= 0) == to_device
+            self.write(page)
+        else:
+            self.pool.release(page)
+
+    @precondition(lambda self: self.pool.num_free < self.num_pages)
+    @rule(data=st.data())
+    def change(self, data: st.DataObject) -> None:
+        """Does something to a page that can be done to it."""
+        used = [page for page in range(self.num_pages) if self.pool.references(page)]
+        sealed = self.pages(DIRTY, CLEAN, HOST)
+        choices: list[tuple[Callable[[int], None], list[int]]] = [
+            (self.residency.seal, [page for page in self.pages(TAIL) if page in self.contents]),
+            (self.clean, self.pages(DIRTY)),
+            (self.residency.drop, [page for page in self.pages(CLEAN) if page not in self.pins]),
+            (self.residency.give_up_host, self.pages(CLEAN)),
+            (self.restore, [page for page in self.pages(HOST) if page in used]),
+            (self.end_import, self.pages(IMPORTING)),
+            (self.pool.cache, [page for page in sealed if not self.pool.is_cached(page)]),
+            (self.release, [page for page in used if page not in self.pins]),
+            (self.pool.acquire, self.evictable),
+            (self.pin, [page for page in self.contents if page in used]),
+            (self.unpin, sorted(self.pins)),
+        ]
+        action, pages = data.draw(st.sampled_from([choice for choice in choices if choice[1]]))
+        action(data.draw(st.sampled_from(pages)))
+
+    def clean(self, page: int) -> None:
+        if self.residency.num_free_host:
+            self.residency.clean(page)
+        else:
+            with pytest.raises(OutOfPagesError, match=f"page {page} needs a host place"):
+                self.residency.clean(page)
+
+    def restore(self, page: int) -> None:
+        self.try_out(self.can_free(1), lambda: self.residency.restore(page))
+
+    def end_import(self, page: int) -> None:
+        self.residency.end_import(page)
+        assert self.residency.state(page) is (DIRTY if self.place(page) >= 0 else HOST)
+
+    def release(self, page: int) -> None:
+        self.pool.release(page)
+        if self.residency.state(page) is FREE:
+            self.contents.pop(page, None)
+
+    def pin(self, page: int) -> None:
+        self.residency.pin(page)
+        self.pins[page] = self.pins.get(page, 0) + 1
+
+    def unpin(self, page: int) -> None:
+        self.residency.unpin(page)
+        self.pins[page] -= 1
+        if not self.pins[page]:
+            del self.pins[page]
+
+    @rule(slot=st.sampled_from(SLOTS))
+    def lease_hot(self, slot: int) -> None:
+        if self.residency.hot_places(slot):
+            with pytest.raises(ValueError, match=f"slot {slot} has a hot lease"):
+                self.residency.lease_hot(slot)
+            return
+        before = {slot: self.residency.hot_places(slot) for slot in SLOTS}
+        staging, dropped = self.residency.staging_places, self.residency.pages_dropped
+        leased = len(staging) + sum(map(len, before.values()))
+        possible = self.can_free(self.hot_pages, leased)
+        assert self.residency.lease_hot(slot) == possible
+        if possible:
+            before[slot] = self.residency.hot_places(slot)
+            assert len(before[slot]) == self.hot_pages
+        else:
+            assert self.residency.pages_dropped == dropped
+        assert before == {slot: self.residency.hot_places(slot) for slot in SLOTS}
+        assert self.residency.staging_places == staging
+
+    @rule(slot=st.sampled_from(SLOTS))
+    def release_hot(self, slot: int) -> None:
+        self.residency.release_hot(slot)
+        assert self.residency.hot_places(slot) == ()
+
+    @rule()
+    def lease_staging(self) -> None:
+        held = self.num_pages - self.residency.count(FREE)
+        cleaned, free = self.residency.pages_cleaned, self.residency.num_free_device
+        before = self.residency.staging_places
+        got = self.residency.lease_staging()
+        assert got == len(self.residency.staging_places)
+        assert min(self.staging_pages, len(before) + free) <= got <= self.staging_pages
+        assert self.residency.pages_cleaned == cleaned
+        assert self.num_pages - self.residency.count(FREE) == held
+
+    @rule()
+    def release_staging(self) -> None:
+        self.residency.release_staging()
+        assert self.residency.staging_places == ()
+
+    @rule(data=st.data())
+    def update_heat(self, data: st.DataObject) -> None:
+        heat = st.lists(st.integers(0, 3), min_size=self.num_pages, max_size=self.num_pages)
+        self.residency.update_heat(np.array(data.draw(heat), np.float32))
+
+    @rule(count=st.integers(0, 5))
+    def make_room(self, count: int) -> None:
+        if self.try_out(self.can_free(count), lambda: self.residency.make_room(count)):
+            assert self.residency.num_free_device >= count
+
+    @rule(limit=st.integers(0, 2))
+    def clean_ahead(self, limit: int) -> None:
+        before = self.residency.pages_cleaned
+        cleaned = self.residency.clean_ahead(limit)
+        assert cleaned == self.residency.pages_cleaned - before <= limit
+
+    @rule(limit=st.integers(0, 2))
+    def promote(self, limit: int) -> None:
+        before = self.residency.pages_restored
+        restored = self.residency.promote(limit)
+        assert restored == self.residency.pages_restored - before <= limit
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        self.residency.check_integrity()
+        assert all(self.place(page) >= 0 for page in self.pages(TAIL))
+        assert self.residency.room <= self.device_pages
+        assert self.residency.pages_cleaned == self.moves.pages_stored
+
+
+class TestResidency(ResidencyMachine.TestCase):
+    """A page whose bytes are lost, moved too late, or mapped elsewhere; a needless refusal."""
+
+    settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
