@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Shaped
 
 from kvcache.counters import CacheCounters, ReadCounts
 from kvcache.geometry import KVGeometry
@@ -112,6 +113,7 @@ class KVCache:
         self._reads = ReadCounts(geometry.max_sequences)
         self._new_pages: list[tuple[int, int, int]] = []  # slot, place in the block table, page
         self._borrowed: tuple[int, ...] = ()
+        self._held: set[int] = set()  # pages that are filled from elsewhere
         self._clock = 0
         self._steps = 0
 
@@ -161,7 +163,7 @@ class KVCache:
             found = self.index.match(token_ids, len(token_ids) - 1)
         most_pages = self.geometry.pages_for(most_tokens)
         self._check_room(len(token_ids), most_pages, found)
-        self._clock += 1
+        self.tick()
         publication = self.index.acquire(found, self._clock)
         sequence = _Sequence(
             list(token_ids[: found.num_tokens]),
@@ -232,7 +234,7 @@ class KVCache:
     def close(self, slot: int) -> CacheCounters:
         """Ends a sequence; its pages stay as cached prefix as long as there is room for them."""
         sequence = self._running.pop(slot)
-        self._clock += 1
+        self.tick()
         self._pin(sequence, None)
         self._publish(sequence, partial=True)
         for page in sequence.pages:
@@ -253,6 +255,56 @@ class KVCache:
         self.total += counters
         return counters
 
+    def tick(self) -> int:
+        """The next time of the logical clock by which prefixes age."""
+        self._clock += 1
+        return self._clock
+
+    def hold_pages(self, count: int) -> list[int]:
+        """Takes pages for rows that come from elsewhere; see `fill_pages`.
+
+        Raises:
+            OutOfPagesError: too few are free or can be given up.
+        """
+        room = self._room()
+        if count > room:
+            raise OutOfPagesError(f"{count} pages wanted, {room} free")
+        pages = self._allocate(count)
+        self._held.update(pages)
+        return pages
+
+    def fill_pages(
+        self,
+        pages: Sequence[int],
+        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+    ) -> None:
+        """Writes held pages, to the device while there is room to spare and else to the host.
+
+        Args:
+            pages: the pages.
+            rows: MLA rows of as many pages or more, of which the first count.
+            keys: their index keys.
+
+        Raises:
+            OutOfPagesError: neither tier has a place that can be freed.
+        """
+        spare = self.geometry.device_pages // 4
+        for page in pages:
+            to_device = self.residency.num_free_device > spare or not self.geometry.has_host_tier
+            self.residency.begin_import(page, to_device)
+        self.moves.flush()
+        listed = np.full(len(rows), -1, np.int32)
+        listed[: len(pages)] = pages
+        self.store = self.transitions.write(self.store, listed, rows, keys)
+        for page in pages:
+            self.residency.end_import(page)
+
+    def release_held(self, pages: Sequence[int], *, due: int | None) -> None:
+        """Ends `hold_pages`; pages that the prefix index knows stay, expected in use at `due`."""
+        self._held.difference_update(pages)
+        self.index.release(pages, self._clock, due=due)
+
     def check_integrity(self) -> None:
         """Proves that every page is in one state and one place, and every count right.
 
@@ -262,7 +314,7 @@ class KVCache:
         self.pool.check_integrity()
         self.index.check_integrity()
         self.residency.check_integrity()
-        held: dict[int, int] = {}
+        held = dict.fromkeys(self._held, 1)
         for slot, sequence in self._running.items():
             for page in sequence.pages:
                 held[page] = held.get(page, 0) + 1
@@ -273,15 +325,17 @@ class KVCache:
             free = references == 0 and not self.pool.is_cached(page)
             state = self.residency.state(page)
             assert free == (state is PageState.FREE), f"page {page} is {state.name}"
+        assert self._room() >= 0, f"{-self._room()} more pages promised than can be had"
+
+    def _room(self) -> int:
+        """Pages that are free or can be given up, and promised to no sequence."""
         promised = sum(sequence.outstanding for sequence in self._running.values())
-        room = self.pool.num_free + self.pool.num_cached_only
-        assert promised <= room, f"{promised} pages promised, {room} can be had"
+        return self.pool.num_free + self.pool.num_cached_only - promised
 
     def _check_room(self, num_tokens: int, most_pages: int, found: PrefixMatch) -> None:
-        promised = sum(sequence.outstanding for sequence in self._running.values())
         kept = [*found.pages, *([found.partial[0]] if found.partial else [])]
         newly_held = sum(self.pool.references(page) == 0 for page in kept)
-        room = self.pool.num_free + self.pool.num_cached_only - promised - newly_held
+        room = self._room() - newly_held
         wanted = most_pages - len(found.pages)
         if wanted > room:
             raise OutOfPagesError(f"{wanted} pages wanted, {room} free")

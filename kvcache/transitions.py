@@ -28,12 +28,12 @@ class Transitions:
     `move(store, moves)` executes a list of page moves.
     `lease(store, slots, pages)` gives slots [changes] hot pages [changes, hot_pages], -1 for none.
     `borrow(store, pages)` sets the pages [staging_pages] that a prefill may stage to.
-    `write(store, pages, rows, keys)` fills pages [n], wherever they lie; see `to_pages`.
+    `write(store, pages, rows, keys)` fills pages [n], wherever they lie.
     `cool(store)` returns the store with its counts of selections halved, and the counts before.
 
-    Each returns the store, which is donated. `read(store, pages)` returns rows
-    [n, rows_per_page, layers, width] and keys [n, rows_per_page, index_layers, width] of pages; see
-    `from_pages`. Slots and pages of -1 are padding.
+    Each returns the store, which is donated. `read(store, pages)` returns what `write` takes: rows
+    [n, rows_per_page, layers, width] and keys [n, rows_per_page, index_layers, width], the rows of a
+    page as `KVGeometry.page_row` has them. Slots and pages of -1 are padding.
     """
 
     def __init__(self, geometry: KVGeometry, mesh: Mesh) -> None:
@@ -73,19 +73,6 @@ class Transitions:
                 check_vma=False,
             )
         )
-        self._geometry = geometry
-
-    def to_pages(self, rows: Shaped[Array, "tokens layers width"]) -> jax.Array:
-        """Rows in position order, whole pages of them, as `write` takes them."""
-        sizes = (-1, self._geometry.rows_per_device, self._geometry.num_devices)
-        paged = rows.reshape(*sizes, *rows.shape[1:]).swapaxes(1, 2)
-        return paged.reshape(paged.shape[0], -1, *rows.shape[1:])
-
-    def from_pages(self, pages: Shaped[Array, "pages rows layers width"]) -> jax.Array:
-        """The inverse of `to_pages`."""
-        sizes = (-1, self._geometry.num_devices, self._geometry.rows_per_device)
-        rows = pages.reshape(*sizes, *pages.shape[2:]).swapaxes(1, 2)
-        return rows.reshape(-1, *pages.shape[2:])
 
 
 def _move(geometry: KVGeometry, store: KVStore, moves: MoveList) -> KVStore:
@@ -134,7 +121,7 @@ def _write(
     store: KVStore,
     pages: Int[Array, " pages"],
     rows: Shaped[Array, "pages rows layers width"],
-    keys: Shaped[Array, "pages rows index_layers width"],
+    keys: Shaped[Array, "pages rows index_layers index_width"],
 ) -> KVStore:
     known = jnp.maximum(pages, 0)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from glm53.checkpoint.source import load_checkpoint, read_config
+from glm53.fingerprint import model_fingerprint
 from glm53.kv_geometry import kv_geometry
 from glm53.model import abstract_model
 from glm53.sharding import make_mesh
@@ -28,6 +29,7 @@ from serving.generation_config import GenerationConfig
 from serving.generation_loop import GenerationLoop
 from serving.model_runner import ModelRunner
 from serving.outputs import RequestOutput
+from serving.prefix_transfer import PrefixTransfer
 from serving.request import Request
 from serving.request_reader import Prompt, RequestReader
 from serving.sampling_params import SamplingParams
@@ -153,6 +155,7 @@ class LLM:
             device_pages=geometry.device_pages,
             host_pages=geometry.host_pages,
         )
+        self._transfer = PrefixTransfer(self._runner, model_fingerprint(self.config, params))
         self._request_numbers = itertools.count()
 
     @property
@@ -276,6 +279,46 @@ class LLM:
             for place, (prompt, params) in enumerate(requests)
         )
         return self._run(read, stream)
+
+    def export_prefix(self, prompt: Prompt, path: str | Path) -> int:
+        """Writes the cached rows of a prompt to a file, computing those that are not cached.
+
+        Args:
+            prompt: text, `{"prompt": text}` or `{"prompt_token_ids": [ids]}`.
+            path: the file, replaced if it exists.
+
+        Returns:
+            Tokens of the prompt.
+
+        Raises:
+            ValueError, TypeError: the prompt is refused.
+            OSError: the file cannot be written. Nothing is left of it then.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = self._read("prompt", prompt, params, "raise")
+        assert isinstance(request, Request)
+        token_ids = request.continuations[0].token_ids
+        self._finish([request], use_tqdm=False)
+        self._transfer.write(token_ids, Path(path))
+        return len(token_ids)
+
+    def import_prefix(self, path: str | Path) -> int:
+        """Puts a file's rows into the cache; prompts that begin with its tokens continue from them.
+
+        Args:
+            path: a file that `export_prefix` wrote, with the same model and kv_cache_dtype; page
+                size and number of devices may differ.
+
+        Returns:
+            Tokens of the prefix.
+
+        Raises:
+            PrefixFileError: the file is no prefix file, torn, damaged, or of another model or
+                format. The cache is as before then.
+            OutOfPagesError: the cache has too little room.
+            OSError: the file cannot be read.
+        """
+        return self._transfer.read(Path(path))
 
     def _read_all(
         self, what: str, prompts: Sequence[Prompt], params: Params, on_error: OnError

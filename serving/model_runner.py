@@ -57,11 +57,11 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Forgets all sequences and builds an empty store, as after a step that failed."""
+        self._closed, self.cache.total = self.counters, CacheCounters()
         # Given up first: memory may not hold a second store.
         self.cache.delete()
         for array in jax.tree.leaves(self._sampling):
             array.delete()
-        self._closed += self.cache.total
         self._start_empty()
 
     @property

@@ -17,8 +17,11 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_example(block: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_example(
+    block: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page's Python example runs, and prints what a comment behind a `print` promises."""
+    monkeypatch.chdir(tmp_path)
     block = block.replace("path/to/checkpoint", str(GOLDEN / "tiny_fp8"))
     block = block.replace("path/to/new-directory", str(tmp_path / "new"))
     exec(compile(block, "example", "exec"), {})

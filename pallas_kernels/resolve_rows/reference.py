@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 _LARGEST = jnp.iinfo(jnp.int16).max
 
@@ -151,7 +151,7 @@ def resolve_rows(
 
 def _oldest(
     age: Int[Array, "sequences hot"],
-    allowed: Int[Array, "sequences hot"],
+    allowed: Bool[Array, "sequences hot"],
     count: Int[Array, " sequences"],
 ) -> tuple[Int[Array, "sequences hot"], Int[Array, " sequences"]]:
     """The `count` oldest of the allowed slots, as far as there are, in order of their numbers."""
@@ -159,7 +159,7 @@ def _oldest(
     count = jnp.minimum(count, available)
     age = jnp.where(allowed, age, jnp.iinfo(jnp.int32).max)
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = low + (high - low) // 2
         enough = jnp.sum(age <= middle[:, None], axis=1) >= count

@@ -21,9 +21,9 @@ SCALE = 0.25
 def compiled(row_format: RowFormat, layer: int | None = None) -> Callable:
     """Returns the op, jitted, with the layer static or, if None, an argument."""
 
-    def run(query, slab, traced_layer, row_ids):
+    def run(query, slab, traced_layer, row_ids, host=None):
         chosen = traced_layer if layer is None else layer
-        return sparse_attention(query, slab, chosen, row_ids, SCALE, row_format)
+        return sparse_attention(query, slab, host, chosen, row_ids, SCALE, row_format)
 
     return jax.jit(run)
 
@@ -62,9 +62,10 @@ class Slab:
         row_ids: np.ndarray,
         layer: int = 1,
         stored: np.ndarray | None = None,
+        host: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         stored = self.stored if stored is None else stored
-        outputs, lse = compiled(self.row_format)(query, stored, jnp.int32(layer), row_ids)
+        outputs, lse = compiled(self.row_format)(query, stored, jnp.int32(layer), row_ids, host)
         assert outputs.dtype == lse.dtype == np.float32
         return np.asarray(outputs), np.asarray(lse)
 
@@ -168,6 +169,35 @@ def check_bits(slab: Slab, query: np.ndarray) -> None:
     stored = stored[:, np.argsort(moved)].reshape(slab.stored.shape)
     placed = slab.attend(query, np.where(ids >= 0, moved[ids], -1), stored=stored)
     assert bits(placed) == bits(whole), "with the rows elsewhere"
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_bits_of_rows_elsewhere(kind: RowKind, layer: int) -> None:
+    """A row in pages of another layer, round the end, or in host memory, that changes a bit."""
+    slab, query, ids = Slab.create(kind), queries(6), selections(6)
+    whole = slab.attend(query, ids, layer)
+    rows = slab.stored.reshape(LAYERS, PLACES, -1)[layer]
+    rng, num_rows, host_rows = np.random.default_rng(7), LAYERS * PLACES, 2 * PLACES
+    # Nothing but the selected rows, each in one place of either memory, or a host page in the
+    # wrong layer, gives anything but NaN.
+    nothing = slab.with_garbage(layer, np.asarray([], np.int32), np.nan)
+    for share in (0.0, 0.4, 1.0):
+        stored = nothing.reshape(num_rows, -1).copy()
+        host = np.resize(stored[0], (host_rows, LAYERS, stored.shape[1]))
+        spilled = rng.random(PLACES) < share
+        on_device, on_host = rng.permutation(num_rows)[:PLACES], rng.permutation(host_rows)[:PLACES]
+        stored[(layer * PLACES + on_device[~spilled]) % num_rows] = rows[~spilled]
+        host[on_host[spilled], layer] = rows[spilled]
+        moved = np.where(spilled, num_rows + on_host, on_device).astype(np.int32)
+        placed = slab.attend(
+            query,
+            np.where(ids >= 0, moved[ids], -1),
+            layer,
+            stored.reshape(slab.stored.shape),
+            host.reshape(-1, ROWS_PER_PAGE, *host.shape[1:]),
+        )
+        assert bits(placed) == bits(whole), share
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)

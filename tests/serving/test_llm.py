@@ -25,7 +25,7 @@ def greedy(max_tokens: int | None = 16, **fields: Any) -> SamplingParams:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """The golden float32 model, with pages for two short sequences and no tokenizer."""
-    return LLM(GOLDEN / "tiny_f32", device_pages=9, **SMALL)
+    return LLM(GOLDEN / "tiny_f32", device_pages=9, kv_policy="resident", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def ids(array: np.ndarray) -> dict:
 
 
 def assert_idle(llm: LLM) -> None:
-    """No page is held and none is lost."""
-    pool = llm._runner.pool
-    pool.check_integrity()
-    assert pool.num_free == llm._runner.geometry.device_pages
+    """No page is in use and none is lost."""
+    cache = llm._runner.cache
+    cache.check_integrity()
+    assert cache.pool.num_free + cache.pool.num_cached_only == cache.geometry.num_pages
 
 
 def test_golden_tokens_in_a_crowd(llm: LLM) -> None:
@@ -229,7 +229,7 @@ def test_no_prompts(llm: LLM) -> None:
 
 def test_more_pages_than_there_are() -> None:
     """A request that the whole store cannot hold is refused, naming the limit."""
-    llm = LLM(GOLDEN / "tiny_f32", device_pages=2, **SMALL)
+    llm = LLM(GOLDEN / "tiny_f32", device_pages=2, kv_policy="resident", **SMALL)
     with pytest.raises(ValueError, match=r"3 pages.*device_pages is 2"):
         llm.generate(ids(np.full(120, 7)), greedy(20))
     assert_idle(llm)
@@ -255,6 +255,16 @@ BAD_ARGUMENTS = [
     ({"max_num_batched_tokens": None}, "max_num_batched_tokens"),
     ({"tensor_parallel_size": None}, "tensor_parallel_size"),
     ({"device_pages": -1}, "device_pages"),
+    ({"device_pages": 3}, "device_pages must be at least 4.*kv_policy='resident'"),
+    ({"kv_policy": "swap"}, "kv_policy.*'swap'"),
+    ({"kv_policy": "resident", "host_memory_gib": 1}, "host_memory_gib 1.*'resident'"),
+    ({"host_memory_gib": 0}, "host_memory_gib"),
+    ({"host_memory_gib": float("inf")}, "host_memory_gib"),
+    ({"host_memory_gib": True}, "host_memory_gib"),
+    ({"hot_rows": 0}, "hot_rows"),
+    ({"hot_rows": 40_000}, "hot_rows.*32767.*40000"),
+    ({"memory_fraction": 0}, "memory_fraction"),
+    ({"memory_fraction": 1.5}, "memory_fraction.*1.5"),
     ({"tensor_parallel_size": 3}, "'heads'.*num_attention_heads = 4"),
     ({"tensor_parallel_size": 64}, "tensor_parallel_size"),
     ({"latent_norm_eps": 0}, "latent_norm_eps"),
@@ -319,7 +329,14 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
     assert output.outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
 
 
-@pytest.mark.parametrize("part", ["KVStore", "SequenceState", "SamplingState"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "kvcache.kv_cache.KVStore",
+        "kvcache.kv_cache.SequenceState",
+        "serving.model_runner.SamplingState",
+    ],
+)
 def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """If the store cannot be built anew either, a later call still starts from an empty one."""
     golden = golden_arrays("tiny_f32")
@@ -329,7 +346,7 @@ def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(ModelRunner, "decode", fail)
-    monkeypatch.setattr(f"serving.model_runner.{part}.create", fail)
+    monkeypatch.setattr(f"{part}.create", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         llm.generate(prompt, FREE)
     monkeypatch.undo()

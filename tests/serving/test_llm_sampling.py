@@ -21,10 +21,11 @@ def llm() -> LLM:
 
 @pytest.fixture(autouse=True)
 def idle(llm: LLM):
-    """After every test no page is held and none is lost."""
+    """After every test no page is in use and none is lost."""
     yield
-    llm._runner.pool.check_integrity()
-    assert llm._runner.pool.num_free == llm._runner.geometry.device_pages
+    cache = llm._runner.cache
+    cache.check_integrity()
+    assert cache.pool.num_free + cache.pool.num_cached_only == cache.geometry.num_pages
     assert len(llm._loop._free_slots) == 4
 
 

@@ -1,0 +1,170 @@
+"""A cache driven step by step, as serving drives it, with garbage wherever nothing lies."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from glm53.config import GLMConfig
+from glm53.kv_geometry import kv_geometry
+from glm53.model import abstract_model
+from glm53.sharding import make_mesh
+from glm53.steps import PrefillBatch, StepOutput, Steps
+from kvcache import KVCache, KVGeometry, KVStore
+from kvcache.transitions import Transitions
+
+
+@functools.cache
+def _compiled(config: GLMConfig, geometry: KVGeometry) -> tuple[Steps, Transitions]:
+    graph, abstract = abstract_model(config)
+    mesh = make_mesh(geometry.num_devices)
+    return Steps(config, geometry, mesh, graph, abstract), Transitions(geometry, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRows:
+    """Copies of everything that the store holds, as bytes along the last axis.
+
+    Attributes:
+        device: [layers, device_pages, rows_per_page, bytes].
+        host: [host_pages, rows_per_page, layers, bytes].
+        keys: [index_layers, pages, rows_per_page, bytes].
+        device_page: [pages].
+        host_page: [pages].
+    """
+
+    device: np.ndarray
+    host: np.ndarray
+    keys: np.ndarray
+    device_page: np.ndarray
+    host_page: np.ndarray
+
+    @classmethod
+    def of(cls, store: KVStore) -> "StoredRows":
+        host = np.zeros(0, np.uint8) if store.host is None else as_bytes(store.host.slab)
+        return cls(
+            as_bytes(store.slab),
+            host,
+            as_bytes(store.index_keys),
+            np.array(store.device_page),
+            np.array(store.host_page),
+        )
+
+
+def as_bytes(array: jax.Array | np.ndarray) -> np.ndarray:
+    """A copy whose last axis is bytes."""
+    return np.array(array).view(np.uint8)
+
+
+class CachedSession:
+    """A KVCache and the steps over it.
+
+    Before each step, whatever the step may not read is overwritten: device places, host places and
+    index keys of no page, and leases that are new.
+
+    Attributes:
+        cache: the cache.
+        steps_taken: how many steps were taken.
+    """
+
+    def __init__(
+        self,
+        config: GLMConfig,
+        params: nnx.State,
+        *,
+        num_devices: int = 1,
+        most_step_rows: int,
+        **sizes,
+    ) -> None:
+        self.geometry = kv_geometry(config, num_devices=num_devices, **sizes)
+        self.config, self.params = config, params
+        self.steps, transitions = _compiled(config, self.geometry)
+        self.cache = KVCache(
+            self.geometry,
+            self.steps.mesh,
+            hidden_size=config.hidden_size,
+            dtype=config.compute_dtype,
+            most_step_rows=most_step_rows,
+        )
+        self.cache.transitions = transitions  # compiled once for all sessions
+        self.steps_taken = 0
+        self._hot_places: dict[int, tuple[int, ...]] = {}
+
+    def append(
+        self,
+        tokens: dict[int, np.ndarray],
+        *,
+        rows: int,
+        slots: Iterable[int] | None = None,
+        staging: bool,
+        complete: bool = False,
+        trace: bool = False,
+    ) -> StepOutput:
+        """One step that appends tokens to the sequences in some slots.
+
+        Args:
+            tokens: token ids by slot.
+            rows: rows of each group of the step.
+            slots: slot of each group, -1 for padding; those of `tokens` by default.
+            staging: whether to prepare for a prefill.
+            complete: whether the tokens end the sequences' prompts.
+            trace: whether to trace the layers.
+        """
+        slots = list(tokens if slots is None else slots)
+        counts, token_ids = np.zeros(len(slots), np.int32), np.zeros((len(slots), rows), np.int32)
+        for group, slot in enumerate(slots):
+            if slot >= 0:
+                counts[group] = len(tokens[slot])
+                token_ids[group, : counts[group]] = tokens[slot]
+        self.cache.prepare({slot: len(ids) for slot, ids in tokens.items()}, staging=staging)
+        self._overwrite_unused()
+        output, self.cache.store, self.cache.sequences = self.steps.prefill(
+            self.params,
+            self.cache.store,
+            self.cache.sequences,
+            PrefillBatch(
+                jnp.array(slots, jnp.int32), jnp.asarray(counts), jnp.asarray(token_ids)
+            ),
+            context_pages=self.geometry.max_pages_per_sequence,
+            all_logits=True,
+            trace=trace,
+        )
+        self.steps_taken += 1
+        for slot, ids in tokens.items():
+            self.cache.advance(slot, ids.tolist(), prompt_complete=complete)
+        return output
+
+    def _overwrite_unused(self) -> None:
+        """Puts garbage wherever nothing lies that the next step may read."""
+        geometry, residency, pool = self.geometry, self.cache.residency, self.cache.pool
+        pages = range(geometry.num_pages)
+        hot = {slot: residency.hot_places(slot) for slot in range(geometry.max_sequences)}
+        read = {residency.device_place(page) for page in pages}
+        for slot, places in hot.items():
+            if places == self._hot_places.get(slot):
+                read |= set(places)
+        self._hot_places = hot
+        host = {residency.host_place(page) for page in pages}
+        held = {page for page in pages if pool.references(page) or pool.is_cached(page)}
+        store = self.cache.store
+        changes = {
+            "slab": _overwrite(store.slab, 1, set(range(geometry.device_pages)) - read),
+            "index_keys": _overwrite(store.index_keys, 1, set(pages) - held),
+        }
+        if store.host is not None:
+            unused = set(range(geometry.host_pages)) - host
+            slab = _overwrite(store.host.slab, 0, unused)
+            changes["host"] = dataclasses.replace(store.host, slab=slab)
+        self.cache.store = dataclasses.replace(store, **changes)
+
+
+def _overwrite(array: jax.Array, axis: int, places: set[int]) -> jax.Array:
+    """The array with NaN, or large words, at some places of an axis."""
+    garbage = 0x7F7F7F7F if array.dtype == np.int32 else np.nan
+    values = np.array(array)
+    values[(slice(None),) * axis + (sorted(places),)] = garbage
+    return jax.device_put(values, array.sharding, may_alias=False)
