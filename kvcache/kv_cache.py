@@ -324,7 +324,8 @@ class KVCache:
             assert references == held.get(page, 0), f"page {page} has {references} references"
             free = references == 0 and not self.pool.is_cached(page)
             state = self.residency.state(page)
-            assert free == (state is PageState.FREE), f"page {page} is {state.name}"
+            unfilled = page in self._held and state is PageState.FREE
+            assert unfilled or free == (state is PageState.FREE), f"page {page} is {state.name}"
         assert self._room() >= 0, f"{-self._room()} more pages promised than can be had"
 
     def _room(self) -> int:

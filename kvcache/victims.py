@@ -38,7 +38,7 @@ class PageQueue:
         self._qualifies = qualifies
         self._order = order
         self._heap: list[tuple[Order, int]] | None = None
-        self._queued: dict[int, Order] = {}  # an entry of the heap that differs is void
+        self._queued: set[int] = set()  # pages of the heap, once each
 
     def invalidate(self) -> None:
         """Forgets all orders, after they have changed at large."""
@@ -50,14 +50,11 @@ class PageQueue:
         heap = self._build() if self._heap is None else self._heap
         while heap:
             order, page = heap[0]
-            if self._queued.get(page) != order:
+            if not self._qualifies(page):
                 heapq.heappop(heap)
-            elif not self._qualifies(page):
-                heapq.heappop(heap)
-                del self._queued[page]
+                self._queued.remove(page)
             elif (grown := self._order(page)) > order:
                 heapq.heapreplace(heap, (grown, page))
-                self._queued[page] = grown
             else:
                 return page
         return None
@@ -66,21 +63,14 @@ class PageQueue:
         """Queues a page if it has come to qualify."""
         if self._heap is None or page in self._queued or not self._qualifies(page):
             return
-        self._queued[page] = self._order(page)
-        heapq.heappush(self._heap, (self._queued[page], page))
-
-    def discard(self, page: int) -> None:
-        """Takes a page out, before its id is used anew."""
-        if self._heap is None or self._queued.pop(page, None) is None:
-            return
-        if len(self._heap) > 2 * len(self._queued) + 64:
-            self.invalidate()  # Building it costs less than the pages taken out since it was built.
+        self._queued.add(page)
+        heapq.heappush(self._heap, (self._order(page), page))
 
     def _build(self) -> list[tuple[Order, int]]:
-        self._queued = {page: self._order(page) for page in self._pages() if self._qualifies(page)}
-        heap = [(order, page) for page, order in self._queued.items()]
+        heap = [(self._order(page), page) for page in self._pages() if self._qualifies(page)]
         heapq.heapify(heap)
         self._heap = heap
+        self._queued = {page for _, page in heap}
         return heap
 
 
@@ -140,13 +130,11 @@ class Victims:
 
     def begin(self, page: int) -> None:
         """Notes that an id is used anew: hot until measured."""
-        for queue in self._queues:
-            queue.discard(page)
         self._heat[page] = math.inf
         self.touch(page)
 
     def touch(self, page: int) -> None:
-        """Makes a page the most recently started or sealed one; it must be in no queue."""
+        """Makes a page the most recently started or sealed one."""
         self._clock += 1
         self._touched[page] = self._clock
 

@@ -15,6 +15,7 @@ from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.steps import PrefillBatch, StepOutput, Steps
 from kvcache import KVCache, KVGeometry, KVStore
+from kvcache.host_tier import READS
 from kvcache.transitions import Transitions
 
 
@@ -68,7 +69,6 @@ class CachedSession:
 
     Attributes:
         cache: the cache.
-        steps_taken: how many steps were taken.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class CachedSession:
             most_step_rows=most_step_rows,
         )
         self.cache.transitions = transitions  # compiled once for all sessions
-        self.steps_taken = 0
         self._hot_places: dict[int, tuple[int, ...]] = {}
 
     def append(
@@ -102,9 +101,8 @@ class CachedSession:
         slots: Iterable[int] | None = None,
         staging: bool,
         complete: bool = False,
-        trace: bool = False,
-    ) -> StepOutput:
-        """One step that appends tokens to the sequences in some slots.
+    ) -> tuple[StepOutput, dict[str, int]]:
+        """One step, traced, that appends tokens to the sequences in some slots.
 
         Args:
             tokens: token ids by slot.
@@ -112,7 +110,9 @@ class CachedSession:
             slots: slot of each group, -1 for padding; those of `tokens` by default.
             staging: whether to prepare for a prefill.
             complete: whether the tokens end the sequences' prompts.
-            trace: whether to trace the layers.
+
+        Returns:
+            Its output, and how many rows it read by where they were found; see `READS`.
         """
         slots = list(tokens if slots is None else slots)
         counts, token_ids = np.zeros(len(slots), np.int32), np.zeros((len(slots), rows), np.int32)
@@ -122,21 +122,25 @@ class CachedSession:
                 token_ids[group, : counts[group]] = tokens[slot]
         self.cache.prepare({slot: len(ids) for slot, ids in tokens.items()}, staging=staging)
         self._overwrite_unused()
+        before = self._reads()
         output, self.cache.store, self.cache.sequences = self.steps.prefill(
             self.params,
             self.cache.store,
             self.cache.sequences,
-            PrefillBatch(
-                jnp.array(slots, jnp.int32), jnp.asarray(counts), jnp.asarray(token_ids)
-            ),
+            PrefillBatch(jnp.array(slots, jnp.int32), jnp.asarray(counts), jnp.asarray(token_ids)),
             context_pages=self.geometry.max_pages_per_sequence,
             all_logits=True,
-            trace=trace,
+            trace=True,
         )
-        self.steps_taken += 1
         for slot, ids in tokens.items():
             self.cache.advance(slot, ids.tolist(), prompt_complete=complete)
-        return output
+        return output, dict(zip(READS, (self._reads() - before).tolist(), strict=True))
+
+    def _reads(self) -> np.ndarray:
+        host = self.cache.store.host
+        if host is None:
+            return np.zeros(len(READS), np.int64)
+        return np.array(host.reads, np.int64).reshape(-1, len(READS)).sum(axis=0)
 
     def _overwrite_unused(self) -> None:
         """Puts garbage wherever nothing lies that the next step may read."""

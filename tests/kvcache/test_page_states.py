@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.page_moves import PageMoves
+from kvcache.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError
 from kvcache.page_states import PageState
 from kvcache.residency import Residency
@@ -12,7 +12,7 @@ CLEAN, HOST, IMPORTING = PageState.CLEAN, PageState.HOST, PageState.IMPORTING
 
 
 def residency(
-    device_pages: int, host_pages: int, referenced: Callable[[int], bool] = lambda page: True
+    device_pages: int, host_pages: int, launch: Callable[[MoveList], None] = lambda moves: None
 ) -> Residency:
     return Residency(
         device_pages=device_pages,
@@ -20,8 +20,8 @@ def residency(
         max_sequences=2,
         hot_pages=2,
         staging_pages=1,
-        moves=PageMoves(lambda moves: None, 16),
-        is_referenced=referenced,
+        moves=PageMoves(launch, 16),
+        is_referenced=lambda page: True,
         evict=lambda: False,
     )
 
@@ -121,6 +121,23 @@ def test_no_such_page(page: int) -> None:
     """An id that wraps around to another page."""
     with pytest.raises(ValueError, match=f"page {page} is not in 0 to 3"):
         residency(2, 2).start(page)
+
+
+@pytest.mark.parametrize("state", HISTORIES)
+def test_the_device_is_told_each_place(state: str) -> None:
+    """A map that still names a place given up, where the next page's rows lie."""
+    maps = dict.fromkeys(range(3), (-1, -1))
+
+    def launch(moves: MoveList) -> None:
+        maps.update({page: (device, host) for page, device, host in moves.maps.tolist()})
+
+    for last in ["restore", "give_up_host", "forget"]:
+        pages = residency(2, 1, launch)
+        for step in [*HISTORIES[state], last]:
+            if step in EXPECTED[state] or step in HISTORIES[state]:
+                OPERATIONS[step](pages, 2)
+            pages._moves.flush()
+            assert maps[2] == (pages.device_place(2), pages.host_place(2))
 
 
 def test_numbers_of_a_page_differ() -> None:

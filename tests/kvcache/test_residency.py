@@ -185,7 +185,12 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.num_free < self.num_pages)
     @rule(data=st.data())
     def change(self, data: st.DataObject) -> None:
-        """Does something to a page that can be done to it."""
+        """Does to a page what can be done to it, a few times."""
+        for _ in range(data.draw(st.integers(1, 4))):
+            if self.pool.num_free < self.num_pages:
+                self.change_one(data)
+
+    def change_one(self, data: st.DataObject) -> None:
         used = [page for page in range(self.num_pages) if self.pool.references(page)]
         sealed = self.pages(DIRTY, CLEAN, HOST)
         choices: list[tuple[Callable[[int], None], list[int]]] = [
@@ -307,4 +312,4 @@ class ResidencyMachine(RuleBasedStateMachine):
 class TestResidency(ResidencyMachine.TestCase):
     """A page whose bytes are lost, moved too late, or mapped elsewhere; a needless refusal."""
 
-    settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -1,8 +1,6 @@
 import dataclasses
 import functools
-import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,21 +18,22 @@ from hypothesis.stateful import (
 )
 from jax.sharding import PartitionSpec
 
-from glm53.model import abstract_model
-from glm53.presets import preset
 from glm53.sharding import make_mesh
-from glm53.steps import PrefillBatch
 from kvcache import KVGeometry, KVStore, OutOfPagesError, PagePool, SequenceState
-from kvcache.sequence_state import assign_slot
-from kvcache.store import MESH_AXIS, append_index_keys, append_rows, locate_rows, map_pages
+from kvcache.page_moves import MoveList
+from kvcache.sequence_state import assign_slot, set_pages
+from kvcache.store import MESH_AXIS, append_index_keys, append_rows, locate_rows
+from kvcache.transitions import Transitions
 from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind
-from tests.support import Session
+from tests.in_place import check_in_place, pointers
 
-LAYERS, INDEX_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = 3, 2, 4, 4, 4
+GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 2), 4, 4, 4
+LAYERS, INDEX_LAYERS = sum(GROUP_LAYERS), len(GROUP_LAYERS)
 # Pages that sequences get, and pages that are held so that a page's id, its place in the slab and
-# its place in a block table always differ: ids and places are at least MAX_PAGES and differ.
+# its place in a block table always differ: of the free ones, ids and places are MAX_PAGES or more.
 FREE_PAGES, HELD_PAGES = 12, MAX_PAGES
 DEVICE_PAGES = FREE_PAGES + 2 * HELD_PAGES
+HOST_TIER = {"host_pages": 8, "hot_rows": 6, "staging_pages": 2}
 TOKENS = 16  # rows of one append
 EVERYWHERE = PartitionSpec()
 
@@ -43,21 +42,24 @@ kinds = pytest.mark.parametrize("kind", ROW_KINDS)
 
 
 def make_geometry(num_devices: int, kind: RowKind, **sizes: int) -> KVGeometry:
-    defaults = {"num_pages": DEVICE_PAGES + 2, "device_pages": DEVICE_PAGES}
     return KVGeometry(
-        num_layers=LAYERS,
-        num_index_layers=INDEX_LAYERS,
+        group_layers=GROUP_LAYERS,
         num_devices=num_devices,
         max_sequences=SLOTS,
         max_pages_per_sequence=MAX_PAGES,
         row_format=RowFormat(kind, 8, 4, 1e-4),
         index_row_format=RowFormat(kind, 8, 0, 1e-6),
         rows_per_device=ROWS_PER_DEVICE,
-        **defaults | sizes,
+        **{"device_pages": DEVICE_PAGES} | sizes,
     )
 
 
-class Transitions:
+def place_of[Page: (int, np.ndarray)](page: Page) -> Page:
+    """Where the tests put a page on the device, never at its own number."""
+    return DEVICE_PAGES - 1 - page
+
+
+class Compiled:
     """The store's transitions, compiled as a step has them: sharded, with the store donated."""
 
     def __init__(self, geometry: KVGeometry) -> None:
@@ -73,27 +75,16 @@ class Transitions:
         def append(transition: Callable, store: KVStore, *what: jax.Array) -> KVStore:
             return transition(store, geometry, *what, jax.lax.axis_index(MESH_AXIS))
 
-        def assign(
-            store: KVStore,
-            sequences: SequenceState,
-            pages: jax.Array,
-            places: jax.Array,
-            slot: jax.Array,
-            table: jax.Array,
-        ) -> tuple[KVStore, SequenceState]:
-            sequences = assign_slot(sequences, slot, table, jnp.int32(0))
-            return map_pages(store, pages, places), sequences
-
         def locate(store: KVStore, tables: jax.Array, positions: jax.Array) -> jax.Array:
             device = jax.lax.axis_index(MESH_AXIS)
-            return locate_rows(store, geometry, tables, positions, device)[None]
+            return jnp.stack(locate_rows(store, geometry, tables, positions, device))[:, None]
 
         rows = (specs, *[EVERYWHERE] * 4)
         self.append_rows = jit(functools.partial(append, append_rows), rows, specs, (0,))
         self.append_keys = jit(functools.partial(append, append_index_keys), rows, specs, (0,))
-        assigned = (specs, *[EVERYWHERE] * 5)
-        self.assign = jit(assign, assigned, (specs, EVERYWHERE), (0, 1))
-        self.locate = jit(locate, (specs, EVERYWHERE, EVERYWHERE), PartitionSpec(MESH_AXIS))
+        # Ids and pages [2, devices, sequences, positions].
+        self.locate = jit(locate, (specs, EVERYWHERE, EVERYWHERE), PartitionSpec(None, MESH_AXIS))
+        self.move = Transitions(geometry, self.mesh).move
 
     @functools.cached_property
     def created(self) -> tuple[KVStore, SequenceState]:
@@ -106,8 +97,8 @@ class Transitions:
 
 
 @functools.cache
-def transitions(num_devices: int, kind: RowKind) -> Transitions:
-    return Transitions(make_geometry(num_devices, kind))
+def compiled(num_devices: int, kind: RowKind) -> Compiled:
+    return Compiled(make_geometry(num_devices, kind))
 
 
 def raw(array: jax.Array | np.ndarray) -> np.ndarray:
@@ -124,32 +115,34 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = transitions(self.num_devices, self.kind)
+        self.run = compiled(self.num_devices, self.kind)
         self.geometry = self.run.geometry
         self.store, self.sequences = self.run.empty()
-        self.pool = PagePool(self.geometry)
+        self.pool = PagePool(self.geometry.num_pages, lambda page: None)
         first, free = self.pool.allocate(HELD_PAGES), self.pool.allocate(FREE_PAGES)
         last = self.pool.allocate(HELD_PAGES)
-        self.pool.release(free)
+        for page in free:
+            self.pool.release(page)
         # The held pages have their places, where a wrong page would show.
         for pages in (first, last):
-            self.assign(0, pages, [self.pool.device_page(page) for page in pages], [])
+            self.map_pages({page: place_of(page) for page in pages})
         self.tables: dict[int, list[int]] = {}
         # By kind of row, {(slot, layer, position): bytes}.
         self.stored: dict[str, dict[tuple[int, int, int], bytes]] = {"rows": {}, "keys": {}}
         self.rng = np.random.default_rng(0)
 
-    def assign(self, slot: int, pages: list[int], places: list[int], table: list[int]) -> None:
-        def padded(values: list[int]) -> np.ndarray:
-            return np.asarray(values + [-1] * (MAX_PAGES - len(values)), np.int32)
+    def map_pages(self, places: dict[int, int]) -> None:
+        """Gives at most MAX_PAGES pages their places on the device, -1 for none."""
+        none = np.full((1, 2), -1, np.int32)
+        maps = np.full((MAX_PAGES, 3), -1, np.int32)
+        for row, (page, place) in enumerate(places.items()):
+            maps[row, :2] = page, place
+        self.store = self.run.move(self.store, MoveList(none, none, none, none, maps))
 
-        self.store, self.sequences = self.run.assign(
-            self.store,
-            self.sequences,
-            padded(pages),
-            padded(places),
-            jnp.int32(slot),
-            padded(table),
+    def assign(self, slot: int, table: list[int]) -> None:
+        padded = np.asarray(table + [-1] * (MAX_PAGES - len(table)), np.int32)
+        self.sequences = assign_slot(
+            self.sequences, jnp.int32(slot), jnp.asarray(padded), jnp.int32(0)
         )
 
     @precondition(lambda self: len(self.tables) < SLOTS)
@@ -163,19 +156,22 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.pool.num_free == free
             return
         pages = data.draw(st.permutations(self.pool.allocate(num_pages)))
-        places = [self.pool.device_page(page) for page in pages]
-        for index, (page, place) in enumerate(zip(pages, places, strict=True)):
-            assert len({index, page, place}) == 3
+        for index, page in enumerate(pages):
+            assert len({index, page, place_of(page)}) == 3
         self.tables[slot] = list(pages)
-        self.assign(slot, list(pages), places, list(pages))
+        self.map_pages({page: place_of(page) for page in pages})
+        self.assign(slot, list(pages))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), unmap=st.booleans())
     def close(self, data: st.DataObject, unmap: bool) -> None:
         slot = data.draw(st.sampled_from(sorted(self.tables)))
         pages = self.tables.pop(slot)
-        self.pool.release(pages)
-        self.assign(slot, pages if unmap else [], [], [])
+        for page in pages:
+            self.pool.release(page)
+        if unmap:
+            self.map_pages(dict.fromkeys(pages, -1))
+        self.assign(slot, [])
         for stored in self.stored.values():
             for key in [key for key in stored if key[0] == slot]:
                 del stored[key]
@@ -228,7 +224,7 @@ class StoreMachine(RuleBasedStateMachine):
                 continue
             self.stored[kind][slot, layer, position] = row.tobytes()
             if kind == "rows":
-                slab[layer, self.pool.device_page(page), geometry.page_row(position)] = row
+                slab[layer, place_of(page), geometry.page_row(position)] = row
             else:
                 keys[layer, page, geometry.page_row(position)] = row
         np.testing.assert_array_equal(raw(self.store.slab), slab)
@@ -241,15 +237,18 @@ class StoreMachine(RuleBasedStateMachine):
         # Two more positions than a block table has room for.
         positions = np.arange(MAX_PAGES * geometry.rows_per_page + 2, dtype=np.int32)
         all_positions = np.broadcast_to(positions, (SLOTS, positions.size))
-        located = np.asarray(self.run.locate(self.store, self.sequences.block_table, all_positions))
-        expected = np.full_like(located, -1)
+        tables = self.sequences.block_table
+        located, pages = np.asarray(self.run.locate(self.store, tables, all_positions))
+        expected, expected_pages = np.full_like(located, -1), np.full_like(located, -1)
         for slot, table in self.tables.items():
             owned = positions[: len(table) * geometry.rows_per_page]
-            places = np.asarray([self.pool.device_page(page) for page in table])
+            owning = np.asarray(table)[owned // geometry.rows_per_page]
             rows = owned % geometry.rows_per_page // num_devices
-            rows += places[owned // geometry.rows_per_page] * ROWS_PER_DEVICE
+            rows += place_of(owning) * ROWS_PER_DEVICE
             expected[owned % num_devices, slot, owned] = rows
+            expected_pages[owned % num_devices, slot, owned] = owning
         np.testing.assert_array_equal(located, expected)
+        np.testing.assert_array_equal(pages, expected_pages)
         shards = {
             shard.index[2].start or 0: raw(shard.data)
             for shard in self.store.slab.addressable_shards
@@ -273,11 +272,16 @@ def test_stored_bytes(num_devices: int, kind: RowKind) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=10, stateful_step_count=20))
 
 
+@functools.cache
+def with_host_tier(num_devices: int) -> Compiled:
+    return Compiled(make_geometry(num_devices, "fp8", device_pages=14, **HOST_TIER))
+
+
 def test_fields_have_buffers_of_their_own() -> None:
     """Two fields in one buffer, which cannot be donated twice."""
     buffers = [
         shard.data.unsafe_buffer_pointer()
-        for leaf in jax.tree.leaves(transitions(2, "fp8").created)
+        for leaf in jax.tree.leaves(with_host_tier(2).created)
         for shard in leaf.addressable_shards
     ]
     assert len(set(buffers)) == len(buffers)
@@ -286,7 +290,7 @@ def test_fields_have_buffers_of_their_own() -> None:
 @meshes
 def test_locate_rows(num_devices: int) -> None:
     """A tier confused with another, or a position that is nowhere and gets a place."""
-    run = transitions(num_devices, "fp8")
+    run = with_host_tier(num_devices)
     geometry, (store, _) = run.geometry, run.empty()
     # Pages on the device, on the host, in both tiers, in none, and beyond the last.
     table = [7, 5, 11, 9, -1]
@@ -298,25 +302,27 @@ def test_locate_rows(num_devices: int) -> None:
     )
     first_rows = [
         13 * ROWS_PER_DEVICE,
-        geometry.device_rows + 6 * ROWS_PER_DEVICE,
+        geometry.slab_rows + 6 * ROWS_PER_DEVICE,
         2 * ROWS_PER_DEVICE,
     ]
     # Out of order, with gaps: nothing is said of ascending positions.
     positions = np.random.default_rng(0).permutation(5 * geometry.rows_per_page).astype(np.int32)
     positions[::5] = -1
-    located = np.asarray(run.locate(store, np.asarray([table], np.int32), positions[None]))
+    located, pages = np.asarray(run.locate(store, np.asarray([table], np.int32), positions[None]))
     for index, position in enumerate(positions.tolist()):
-        expected = [-1] * num_devices
+        expected, expected_pages = [-1] * num_devices, [-1] * num_devices
         page = position // geometry.rows_per_page
         if 0 <= page < len(first_rows):
             row = position % geometry.rows_per_page // num_devices
             expected[position % num_devices] = first_rows[page] + row
+            expected_pages[position % num_devices] = table[page]
         assert located[:, 0, index].tolist() == expected
+        assert pages[:, 0, index].tolist() == expected_pages
 
 
 def test_rows_of_a_page_without_a_place_are_dropped() -> None:
     """A row for a page that is not on the device, written to another's place; its key must stay."""
-    run = transitions(2, "fp8")
+    run = with_host_tier(2)
     geometry, (store, _) = run.geometry, run.empty()
     pages, positions = np.full(TOKENS, 8, np.int32), np.arange(TOKENS, dtype=np.int32) % 8
     for width, append in (
@@ -330,65 +336,25 @@ def test_rows_of_a_page_without_a_place_are_dropped() -> None:
     ]
 
 
-def test_map_pages() -> None:
-    """A change of tier that is lost, or padding that changes one."""
-    run = transitions(1, "fp8")
-    store, _ = run.empty()
-    store = dataclasses.replace(store, host_page=jnp.full_like(store.host_page, 5))
-    store = map_pages(store, jnp.asarray([3, -1, 8]), jnp.asarray([6, 4, 2]))
-    store = map_pages(store, jnp.asarray([-1, 8, -1]), jnp.asarray([0, -1, 0]))
-    expected = [6 if page == 3 else -1 for page in range(run.geometry.num_pages)]
-    assert store.device_page.tolist() == expected
-    assert set(store.host_page.tolist()) == {5}
-
-
-# What may have the size of the slab in a compiled step: names for it, and writes of rows into it.
-IN_PLACE = {
-    "parameter",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "call",
-    "conditional",
-    "fusion",
-    "scatter",
-    "dynamic-update-slice",
-    "opt-barrier",
-}
-
-
-def large_operations(hlo: str, least_elements: int) -> Iterator[tuple[str, str]]:
-    """Yields what gives arrays of that size, in any computation, loop bodies included."""
-    result = re.compile(r"\s*(?:ROOT )?%?[\w.-]+ = \(?\w+\[([\d,]*)\]\S* (?:.*?\) )?([\w-]+)\(")
-    for line in hlo.splitlines():
-        found = result.match(line)
-        if found and math.prod(map(int, filter(None, found[1].split(",")))) >= least_elements:
-            yield found[2], line.strip()[:160]
-
-
-def check_in_place(compiled: jax.stages.Compiled, store: KVStore) -> None:
-    """Asserts that a compiled step updates the store's arrays where they lie."""
-    arrays = [store.slab.addressable_shards[0].data, store.index_keys.addressable_shards[0].data]
-    hlo, smallest = compiled.as_text() or "", min(array.size for array in arrays)
-    operations = list(large_operations(hlo, smallest))
-    assert {"parameter", "scatter"} <= {name for name, _ in operations}
-    assert not [line for name, line in operations if name not in IN_PLACE]
-    memory: Any = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= sum(array.nbytes for array in arrays)
-    assert memory.temp_size_in_bytes < min(array.nbytes for array in arrays) / 2
-
-
-def pointers(store: KVStore) -> list[int]:
-    arrays = (store.slab, store.index_keys)
-    return [s.data.unsafe_buffer_pointer() for array in arrays for s in array.addressable_shards]
+def test_set_pages() -> None:
+    """A page in another sequence's table, or padding that takes one away."""
+    _, sequences = compiled(1, "fp8").empty()
+    sequences = assign_slot(sequences, jnp.int32(2), jnp.asarray([9, 8, -1, -1]), jnp.int32(7))
+    before = jax.device_get(sequences)
+    entries = [[2, 2, 5], [-1, 0, 3], [0, 0, 6], [-1, -1, -1], [2, 3, 4]]
+    after = jax.device_get(set_pages(sequences, jnp.asarray(entries)))
+    table = np.full((SLOTS, MAX_PAGES), -1)
+    table[2], table[0, 0] = [9, 8, 5, 4], 6
+    np.testing.assert_array_equal(after.block_table, table)
+    for name in ("length", "last_token", "last_hidden"):
+        np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
 
 
 @meshes
 @kinds
 def test_append_is_in_place(num_devices: int, kind: RowKind) -> None:
     """An append that copies the slab, or converts it to a type that a platform prefers."""
-    run = Transitions(make_geometry(num_devices, kind, num_pages=400, device_pages=300))
+    run = Compiled(make_geometry(num_devices, kind, device_pages=300))
     geometry, (store, _) = run.geometry, run.empty()
     page, position = np.full(TOKENS, 5, np.int32), np.arange(TOKENS, dtype=np.int32)
     for row_format, append in (
@@ -397,53 +363,7 @@ def test_append_is_in_place(num_devices: int, kind: RowKind) -> None:
     ):
         rows = np.zeros((TOKENS, row_format.width), row_format.dtype)
         compiled = append.lower(store, jnp.int32(1), rows, page, position).compile()
-        check_in_place(compiled, store)
-        before = pointers(store)
+        check_in_place(compiled, [store.slab, store.index_keys])
+        before = pointers(store.slab, store.index_keys)
         store = compiled(store, jnp.int32(1), rows, page, position)
-        assert pointers(store) == before
-
-
-def make_session(num_devices: int, kind: RowKind) -> Session:
-    """Returns a session whose slab is far larger than the rest of a step.
-
-    The model has a scanned pattern of layers and a last layer on its own, after which only a data
-    dependency keeps the MTP layer's writes behind the trunk's reads.
-    """
-    config = preset("test-small").replace(
-        num_hidden_layers=4,
-        indexer_types=("full", "full", "full", "shared"),
-        mlp_layer_types=("dense", "sparse", "sparse", "sparse"),
-    )
-    _, shapes = abstract_model(config)
-    return Session(
-        config,
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-        num_devices=num_devices,
-        row_kind=kind,
-        max_model_len=2048,
-        max_sequences=32,
-        with_mtp=True,
-    )
-
-
-def check_step_in_place(session: Session, step: Any, batch: Any) -> None:
-    args = (session.params, session.store, session.sequences, batch)
-    compiled = step.lower(*args, context_pages=4).compile()
-    check_in_place(compiled, session.store)
-    before = pointers(session.store)
-    _, store, _ = compiled(*args)
-    assert pointers(store) == before
-
-
-def test_decode_is_in_place() -> None:
-    """A decode step that copies the store: a write that does not wait for the reads before it."""
-    session = make_session(2, "fp8")
-    check_step_in_place(session, session.steps.decode, jnp.asarray([0, 3], jnp.int32))
-
-
-def test_prefill_is_in_place() -> None:
-    """A prefill step that copies the store."""
-    session = make_session(1, "bfloat16")
-    slots, num_rows = jnp.asarray([0, 3], jnp.int32), jnp.asarray([9, 2], jnp.int32)
-    batch = PrefillBatch(slots, num_rows, jnp.zeros((2, 9), jnp.int32))
-    check_step_in_place(session, session.steps.prefill, batch)
+        assert pointers(store.slab, store.index_keys) == before

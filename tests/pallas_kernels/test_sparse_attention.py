@@ -179,8 +179,7 @@ def test_bits_of_rows_elsewhere(kind: RowKind, layer: int) -> None:
     whole = slab.attend(query, ids, layer)
     rows = slab.stored.reshape(LAYERS, PLACES, -1)[layer]
     rng, num_rows, host_rows = np.random.default_rng(7), LAYERS * PLACES, 2 * PLACES
-    # Nothing but the selected rows, each in one place of either memory, or a host page in the
-    # wrong layer, gives anything but NaN.
+    # All else is NaN: unused places of both memories, and the other layers of a host row.
     nothing = slab.with_garbage(layer, np.asarray([], np.int32), np.nan)
     for share in (0.0, 0.4, 1.0):
         stored = nothing.reshape(num_rows, -1).copy()
