@@ -28,6 +28,11 @@ _STEPS_BETWEEN_OBSERVATIONS = 32
 _NEWEST_PAGES = 2  # of a sequence, that stay on the device: the one being written, and one before
 
 
+def lease_reserve(device_pages: int, num_running: int) -> int:
+    """Device places that a new hot lease leaves for the next pages of the running sequences."""
+    return device_pages // 10 + num_running
+
+
 @dataclasses.dataclass(eq=False)
 class _Sequence:
     """A running sequence.
@@ -162,7 +167,14 @@ class KVCache:
         if use_prefix:
             found = self.index.match(token_ids, len(token_ids) - 1)
         most_pages = self.geometry.pages_for(most_tokens)
-        self._check_room(len(token_ids), most_pages, found)
+        try:
+            self._check_room(len(token_ids), most_pages, found)
+        except OutOfPagesError:
+            if found.partial is None:
+                raise
+            # The page that it would copy may be the one that it needs.
+            found = self.index.match(token_ids, len(found.pages) * self.geometry.rows_per_page)
+            self._check_room(len(token_ids), most_pages, found)
         self.tick()
         publication = self.index.acquire(found, self._clock)
         sequence = _Sequence(
@@ -411,7 +423,7 @@ class KVCache:
     def _lease(self, slot: int) -> bool:
         """Leases hot rows to a slot, unless the next pages to be written would soon need them."""
         geometry = self.geometry
-        reserve = geometry.device_pages // 10 + len(self._running)
+        reserve = lease_reserve(geometry.device_pages, len(self._running))
         if self.residency.room < geometry.hot_pages + reserve:
             return False
         return self.residency.lease_hot(slot)

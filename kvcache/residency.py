@@ -51,7 +51,7 @@ class Residency(PageStates):
         moves: PageMoves,
         is_referenced: Callable[[int], bool],
         evict: Callable[[], bool],
-        on_change: Callable[[int, PageState, PageState], None] | None = None,
+        on_change: Callable[[int, PageState, PageState], None],
     ) -> None:
         """All pages FREE.
 
@@ -355,7 +355,7 @@ class Residency(PageStates):
     def _place(self, page: int, state: PageState, device_place: int, host_place: int) -> bool:
         old = self.state(page)
         changed = super()._place(page, state, device_place, host_place)
-        if self._on_change is not None and state is not old:
+        if state is not old:
             self._on_change(page, old, state)
         if changed:
             self._moves.map_page(page, device_place, host_place)

@@ -83,7 +83,9 @@ def _move(geometry: KVGeometry, store: KVStore, moves: MoveList) -> KVStore:
     if host is not None:
         host_slab = store_pages(slab, host.slab, stores)
         slab = load_pages(slab, host_slab, loads)
-        host = dataclasses.replace(host, slab=host_slab)
+        freed = jnp.where((device_pages < 0) & (host_pages < 0), pages, geometry.num_pages)
+        selections = host.selections.at[freed].set(0, mode="drop")
+        host = dataclasses.replace(host, slab=host_slab, selections=selections)
     return dataclasses.replace(
         store,
         slab=copy_pages(slab, copies),

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from kvcache import KVGeometry
 from kvcache.geometry import MAX_HOT_ROWS
+from kvcache.kv_cache import lease_reserve
 from serving.engine_options import check_count
 
 logger = logging.getLogger(__name__)
@@ -56,10 +57,10 @@ class StoreOptions:
         _check_number("memory_fraction", self.memory_fraction, 0, 1)
         if self.host_memory_gib is not None:
             _check_number("host_memory_gib", self.host_memory_gib, 0, math.inf)
-            if self.kv_policy == "resident":
-                raise ValueError(
-                    f"host_memory_gib {self.host_memory_gib} has no use with kv_policy 'resident'"
-                )
+        for name in ("host_memory_gib", "hot_rows"):
+            value = getattr(self, name)
+            if value is not None and self.kv_policy == "resident":
+                raise ValueError(f"{name} {value} has no use with kv_policy 'resident'")
         if self.hot_rows is not None and self.hot_rows > MAX_HOT_ROWS:
             raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
 
@@ -98,7 +99,8 @@ def resolve_geometry(
         device_pages = min(device_pages, needed)
     else:
         device_pages, host_pages = options.device_pages, host_bytes // one_page.page_bytes
-    host_pages = min(host_pages, max(needed - device_pages, 0))
+    # Room for a copy of each page: hot rows and staging take places on the device.
+    host_pages = min(host_pages, needed) if needed > device_pages else 0
     if options.device_pages is None and device_pages + host_pages < one_page.max_pages_per_sequence:
         raise ValueError(
             f"memory for {device_pages} pages on the device and {host_pages} in host memory is "
@@ -140,6 +142,13 @@ def _with_host_tier(
     if hot_rows is None:
         wanted = -(-_HOT_SELECTIONS * index_topk // geometry.num_devices)
         hot_rows = min(wanted, most_pages * geometry.rows_per_device, MAX_HOT_ROWS)
+    hot_pages = -(-hot_rows // geometry.rows_per_device)
+    room = device_pages - FEWEST_DEVICE_PAGES // 2 - lease_reserve(device_pages, 1)
+    if hot_pages > room:
+        raise ValueError(
+            f"hot_rows {hot_rows} takes {hot_pages} pages, device_pages {device_pages} leaves "
+            f"{room} for it: lower hot_rows or raise device_pages"
+        )
     # A layer of a page is staged at a time: a staging page has room for one of each layer.
     staging_pages = -(-geometry.max_pages_per_sequence // geometry.num_layers)
     return dataclasses.replace(

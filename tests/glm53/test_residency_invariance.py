@@ -38,6 +38,9 @@ MOST_PROMPT, MOST_MORE = 48, 24
 SLOTS = range(3)
 PREFILL_ROWS, DECODE_ROWS = 16, 6
 STREAMS = range(4)
+# Checks of types, at every call, would take four fifths of the time.
+pytestmark = pytest.mark.usefixtures("as_a_user")
+
 FORKS = (LENGTH, 21, 24, 0)
 """Tokens that each stream has in common with the first: all, part of a page, whole pages, none."""
 
@@ -67,6 +70,7 @@ def streams() -> list[np.ndarray]:
     return [first, *(np.concatenate([first[:fork], other[fork:]]) for other, fork in forks)]
 
 
+@functools.cache
 def page_rows(geometry: KVGeometry, count: int) -> np.ndarray:
     """Where the first positions lie on their pages."""
     return np.array([geometry.page_row(position) for position in range(count)])
@@ -222,7 +226,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.growing)
     @rule(data=st.data())
     def grow(self, data: st.DataObject) -> None:
-        """Computes some chunks of a prompt, or all that is left; or appends to one that has none."""
+        """Computes some chunks of a prompt, or all that is left, or tokens after it."""
         if not self.growing:
             return
         slot = data.draw(st.sampled_from(self.growing))

@@ -23,6 +23,7 @@ def residency(
         moves=PageMoves(launch, 16),
         is_referenced=lambda page: True,
         evict=lambda: False,
+        on_change=lambda page, old, new: None,
     )
 
 

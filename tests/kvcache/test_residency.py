@@ -48,6 +48,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             moves=self.moves,
             is_referenced=lambda page: self.pool.references(page) > 0,
             evict=self.evict,
+            on_change=lambda page, old, new: None,
         )
         self.device = dict.fromkeys(range(device_pages), 0)
         self.host = dict.fromkeys(range(host_pages), 0)

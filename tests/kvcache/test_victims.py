@@ -40,6 +40,7 @@ class Harness:
             moves=self.moves,
             is_referenced=lambda page: page not in self.unreferenced,
             evict=self.evict,
+            on_change=lambda page, old, new: None,
         )
 
     def evict(self) -> bool:
