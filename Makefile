@@ -3,7 +3,8 @@
 
 BIN := .venv/bin
 # Two processes, since compiling a step takes one core; a file's tests share what they compiled.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Files stay in the order that tests/conftest.py gives them, the slowest first.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -27,14 +27,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Int
 
-from benchmarks.sequences import float32_geometry, open_sequences, set_sequences
+from benchmarks.sequences import float32_geometry, set_sequences
 from benchmarks.small_checkpoint import ensure_checkpoint
 from glm53.checkpoint import load_hugging_face
 from glm53.config import GLMConfig
 from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.steps import StepOutput, Steps
-from kvcache.geometry import KVGeometry
+from kvcache import KVGeometry, KVStore, SequenceState
 from kvcache.host_tier import READS
 from kvcache.transitions import Transitions
 
@@ -77,26 +77,25 @@ class Decoder:
     """A store, sequences in all its slots, and a decode step of them that can be repeated.
 
     Args:
-        config: a float32 model.
+        steps: the steps of a float32 model, whose store has room for all sequences on the device.
         params: its parameters.
-        geometry: the store, with pages for all sequences on the device.
         context: tokens of each sequence with the one that the step appends.
         resident_pages: newest pages of each sequence that lie on the device; the others are in the
             host tier only, and each slot has hot rows.
     """
 
-    def __init__(
-        self,
-        config: GLMConfig,
-        params: nnx.State,
-        steps: Steps,
-        context: int,
-        resident_pages: int,
-    ) -> None:
+    def __init__(self, steps: Steps, params: nnx.State, context: int, resident_pages: int) -> None:
         self._steps, self._params, self._context = steps, params, context
-        self._store, self._sequences = open_sequences(steps)
-        self._slots = jnp.arange(steps.geometry.max_sequences, dtype=jnp.int32)
-        self._fill(config, resident_pages)
+        geometry, config = steps.geometry, steps.config
+        self._slots = jnp.arange(geometry.max_sequences, dtype=jnp.int32)
+        shape = (geometry.max_sequences, geometry.max_pages_per_sequence)
+        pages = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+        sequences = SequenceState.create(
+            geometry, config.hidden_size, config.compute_dtype, steps.mesh
+        )
+        tables = jax.device_put(pages, sequences.block_table.sharding)
+        self._sequences = dataclasses.replace(sequences, block_table=tables)
+        self._store = self._fill(pages, resident_pages)
 
     def step(self) -> tuple[StepOutput, float]:
         """Takes the step; its output, and its milliseconds."""
@@ -127,11 +126,10 @@ class Decoder:
         host = dataclasses.replace(host, hot_position=hot[0], hot_age=hot[1])
         self._store = dataclasses.replace(self._store, host=host)
 
-    def _fill(self, config: GLMConfig, resident_pages: int) -> None:
-        """Places the pages and fills them with normal numbers, the size of latents and keys."""
-        geometry, store = self._steps.geometry, self._store
-        shape = (geometry.max_sequences, geometry.max_pages_per_sequence)
-        pages = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    def _fill(self, pages: Int[np.ndarray, "slots pages"], resident_pages: int) -> KVStore:
+        """A store with pages in place, full of normal numbers, the size of latents and keys."""
+        geometry, shape = self._steps.geometry, pages.shape
+        store = KVStore.create(geometry, self._steps.mesh)
         newest = np.arange(shape[1]) >= geometry.pages_for(self._context) - resident_pages
         places = {
             "device_page": np.where(newest, pages, -1),
@@ -156,7 +154,7 @@ class Decoder:
             hot_places = pages.size + np.arange(shape[0] * geometry.hot_pages, dtype=np.int32)
             slots = np.arange(shape[0], dtype=np.int32)
             store = transitions.lease(store, slots, hot_places.reshape(shape[0], -1))
-        self._store = store
+        return store
 
 
 @partial(jax.jit, static_argnums=3)
@@ -195,12 +193,14 @@ class HybridBench:
         graph, _ = abstract_model(config)
         resident = float32_geometry(config, batch, context)
         hybrid = _with_host_tier(resident, config.index_topk)
-        plain, tiered = (Steps(config, geometry, make_mesh(), graph, params) for geometry in (resident, hybrid))
+        plain, tiered = (
+            Steps(config, geometry, make_mesh(), graph, params) for geometry in (resident, hybrid)
+        )
         pages = resident.pages_for(context)
         self._decoders = {
-            "no host tier": Decoder(config, params, plain, context, pages),
-            "nothing spilled": Decoder(config, params, tiered, context, pages),
-            "all hot": Decoder(config, params, tiered, context, NEWEST_PAGES),
+            "no host tier": Decoder(plain, params, context, pages),
+            "nothing spilled": Decoder(tiered, params, context, pages),
+            "all hot": Decoder(tiered, params, context, NEWEST_PAGES),
         }
         # The same store: what the one forgets, its step brings back before the other reads it.
         self._decoders["some missed"] = self._decoders["all hot"]

@@ -133,9 +133,7 @@ def _random_tokens(count: int) -> list[int]:
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-    )
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
 def _run(
@@ -178,8 +176,8 @@ def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
 def format_tables(results: Mapping[str, Mapping[str, Run]]) -> str:
     """Speed and memory, and below it what was read from where, in Markdown."""
     lines = [
-        "| work | store | pages on the device | tokens/s | ms a token | ratio | rows on the device, "
-        "MiB | rows in host memory, MiB | index keys, MiB | peak of the process, MiB |",
+        "| work | store | pages on the device | tokens/s | ms a token | ratio "
+        "| rows on the device, MiB | rows in host memory, MiB | index keys, MiB | peak, MiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     reads = [

@@ -33,7 +33,7 @@ HOT_SHARE = 0.3  # of the device pages, for hot rows: all are in use then, and p
 STEPS_BETWEEN_OBSERVATIONS = 32
 _VOCABULARY = 256  # Python shares ints below it, which keeps the prompts small
 _SELECTIONS = 2048  # of a sequence, between two observations
-_PREFILL_ROWS = 512
+_STEP_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PolicyBench:
             make_mesh(),
             hidden_size=1,
             dtype=np.float32,
-            most_step_rows=_PREFILL_ROWS,
+            most_step_rows=_STEP_ROWS,
         )
         self._rng = np.random.default_rng(0)
         # Every page has been selected at some time: the most to sort when heat changes.
@@ -173,8 +173,8 @@ class PolicyBench:
             transfer.finish()
 
     def _select_pages(self) -> None:
-        """Counts selections of random pages, before a step that observes reads them."""
-        if (self._taken + 1) % STEPS_BETWEEN_OBSERVATIONS:
+        """Counts selections of random pages once an observation, as the device does meanwhile."""
+        if self._taken % STEPS_BETWEEN_OBSERVATIONS:
             return
         heat = self._launches.selections
         heat /= 2

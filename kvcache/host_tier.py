@@ -25,16 +25,17 @@ class HostTier:
             layers lie side by side, so that a missed row of any index group is one burst.
         hot_page: int32 [slots, hot_pages], leased device pages, -1 where a slot has no lease.
         hot_position: int32 [slots, groups, hot_rows by device], the position each holds, -1 none.
-        hot_age: int32 likewise, the last position of its sequence that selected it.
+        hot_age: int32 likewise, when it was last selected: steps of the slot's lease that read host
+            rows, -1 none.
         hot_slot: int16 [slots, groups, sequence_rows by device], by row of the sequence the hot row
             that may hold it; `hot_position` tells.
         staging_page: int32 [staging_pages], device pages that a prefill may write host pages to,
             -1 beyond the last.
         selections: float32 [pages by device], decayed count of selections of a page's rows.
         reads: int32 [slots, len(READS) by device], selected rows by where they were found (resident
-            page, hot row, staged in this step, host memory in place), different rows of a step that
-            were on no page of the device and not hot, and rows staged, each layer counted. Modulo
-            2**32.
+            page, hot row, staged in this step, host memory in place), rows that were on no page of
+            the device and not hot, which hot rows count once a step, and rows staged, each layer
+            counted. Modulo 2**32.
     """
 
     slab: Shaped[Array, "host_pages rows_per_page layers width"]

@@ -123,6 +123,11 @@ def _resolve(
         + geometry.local_row(positions)
     )
 
+    known = jnp.maximum(slots, 0)
+    leased = host.hot_page[known, 0] >= 0
+    # A clock of the hot rows' own: positions of a step may all lie before those of the last.
+    now = 1 + jnp.max(host.hot_age[known, group], axis=1)
+
     def run(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slab, hot_position, hot_age, hot_slot, row_ids, *_ = state
         found = resolve_rows(
@@ -135,7 +140,7 @@ def _resolve(
             positions,
             jnp.where(on_host, context_rows, 0),
             row_ids,
-            jnp.max(positions, axis=(1, 2)),
+            now,
             geometry.slab_rows,
             geometry.rows_per_device,
         )
@@ -143,6 +148,7 @@ def _resolve(
         slab = stage_rows(slab, host.slab, first_layer, num_layers, *rows)
         in_place = jnp.sum(found.row_ids >= geometry.slab_rows, axis=(1, 2))
         fresh = jnp.sum(on_host, axis=(1, 2)) - found.hits - in_place
+        misses = jnp.where(leased, found.misses, in_place)
         return (
             slab,
             found.hot_position,
@@ -152,7 +158,7 @@ def _resolve(
             found.hits,
             fresh,
             in_place,
-            found.misses,
+            misses,
             found.staged * num_layers,
         )
 

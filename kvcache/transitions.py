@@ -32,8 +32,8 @@ class Transitions:
     `cool(store)` returns the store with its counts of selections halved, and the counts before.
 
     Each returns the store, which is donated. `read(store, pages)` returns what `write` takes: rows
-    [n, rows_per_page, layers, width] and keys [n, rows_per_page, index_layers, width], the rows of a
-    page as `KVGeometry.page_row` has them. Slots and pages of -1 are padding.
+    [n, rows_per_page, layers, width] and keys [n, rows_per_page, index_layers, width], the rows of
+    a page as `KVGeometry.page_row` has them. Slots and pages of -1 are padding.
     """
 
     def __init__(self, geometry: KVGeometry, mesh: Mesh) -> None:

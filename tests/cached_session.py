@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from glm53.steps import PrefillBatch, StepOutput, Steps
 from kvcache import KVCache, KVGeometry, KVStore
 from kvcache.host_tier import READS
 from kvcache.transitions import Transitions
+from pallas_kernels.row_format import RowKind
+from tests.support import Session
 
 
 @functools.cache
@@ -59,6 +61,66 @@ class StoredRows:
 def as_bytes(array: jax.Array | np.ndarray) -> np.ndarray:
     """A copy whose last axis is bytes."""
     return np.array(array).view(np.uint8)
+
+
+@functools.cache
+def page_rows(geometry: KVGeometry, count: int) -> np.ndarray:
+    """Where the first positions lie on their pages."""
+    return np.array([geometry.page_row(position) for position in range(count)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What each position of a stream gives, from one prefill with all pages on the device.
+
+    Attributes:
+        logits: bytes [streams, positions, ...].
+        selected: [streams, layers, positions, index_topk].
+        rows: bytes [streams, positions, layers, ...].
+        keys: bytes [streams, positions, index_layers, ...].
+    """
+
+    logits: np.ndarray
+    selected: np.ndarray
+    rows: np.ndarray
+    keys: np.ndarray
+
+    @classmethod
+    def compute(
+        cls,
+        config: GLMConfig,
+        params: nnx.State,
+        streams: Sequence[np.ndarray],
+        row_kind: RowKind,
+        num_devices: int,
+    ) -> "Expected":
+        length = len(streams[0])
+        session = Session(
+            config,
+            params,
+            num_devices=num_devices,
+            row_kind=row_kind,
+            rows_per_device=4,
+            max_model_len=length,
+            max_sequences=len(streams),
+        )
+        logits, selected = [], []
+        for stream, tokens in enumerate(streams):
+            session.open(stream, length)
+            output = session.append({stream: tokens}, trace=True)
+            assert output.trace is not None
+            logits.append(as_bytes(output.logits)[0])
+            selected.append(np.array(output.trace.selected))
+        geometry, store = session.geometry, session.store
+        tables = np.array(session.sequences.block_table)
+        pages = tables[:, np.arange(length) // geometry.rows_per_page]
+        places, rows = np.array(store.device_page)[pages], page_rows(geometry, length)
+        return cls(
+            np.stack(logits),
+            np.stack(selected),
+            np.moveaxis(as_bytes(store.slab)[:, places, rows], 0, 2),
+            np.moveaxis(as_bytes(store.index_keys)[:, pages, rows], 0, 2),
+        )
 
 
 class CachedSession:
@@ -155,15 +217,16 @@ class CachedSession:
         host = {residency.host_place(page) for page in pages}
         held = {page for page in pages if pool.references(page) or pool.is_cached(page)}
         store = self.cache.store
-        changes = {
-            "slab": _overwrite(store.slab, 1, set(range(geometry.device_pages)) - read),
-            "index_keys": _overwrite(store.index_keys, 1, set(pages) - held),
-        }
-        if store.host is not None:
+        tier = store.host
+        if tier is not None:
             unused = set(range(geometry.host_pages)) - host
-            slab = _overwrite(store.host.slab, 0, unused)
-            changes["host"] = dataclasses.replace(store.host, slab=slab)
-        self.cache.store = dataclasses.replace(store, **changes)
+            tier = dataclasses.replace(tier, slab=_overwrite(tier.slab, 0, unused))
+        self.cache.store = dataclasses.replace(
+            store,
+            slab=_overwrite(store.slab, 1, set(range(geometry.device_pages)) - read),
+            index_keys=_overwrite(store.index_keys, 1, set(pages) - held),
+            host=tier,
+        )
 
 
 def _overwrite(array: jax.Array, axis: int, places: set[int]) -> jax.Array:

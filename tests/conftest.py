@@ -18,6 +18,30 @@ import pytest
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
+# Files of tests that take longest, slowest first: they are begun first, so that no process is left
+# with one when the others have run out of work.
+_SLOWEST = (
+    "glm53/test_golden.py",
+    "glm53/test_residency_invariance.py",
+    "glm53/test_bitwise.py",
+    "test_docs.py",
+    "serving/test_llm.py",
+    "glm53/test_needles.py",
+    "serving/test_prefix_transfer.py",
+    "glm53/test_dense_reference.py",
+    "serving/test_llm_sampling.py",
+    "serving/test_batch.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    for name in _SLOWEST:
+        if not (tests / name).is_file():
+            raise pytest.UsageError(f"_SLOWEST of {__file__} names {name}, which is not there")
+    place = {tests / name: number for number, name in enumerate(_SLOWEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
 
 @pytest.fixture
 def as_a_user() -> Iterator[None]:

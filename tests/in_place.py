@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 # What may have the size of a slab in compiled code: names for it, and writes of rows into it.
 _NAMES = {
@@ -52,3 +54,9 @@ def pointers(*arrays: jax.Array) -> list[int]:
     return [
         shard.data.unsafe_buffer_pointer() for array in arrays for shard in array.addressable_shards
     ]
+
+
+def fetch_copy(array: jax.Array) -> np.ndarray:
+    """Returns an array's values; what numpy has looked at itself can no longer be donated."""
+    on_device = jax.device_put(array, array.sharding.with_memory_kind("device"))
+    return np.array(jnp.copy(on_device))

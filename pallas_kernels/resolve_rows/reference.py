@@ -165,7 +165,7 @@ def _oldest(
         enough = jnp.sum(age <= middle[:, None], axis=1) >= count
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
-    # The least age that leaves enough; ages are positions of a sequence, or -1.
+    # The least age that leaves enough; ages are -1 or more.
     low = jnp.full_like(count, -1)
     high = jnp.max(jnp.where(allowed, age, -1), axis=1)
     threshold, _ = lax.fori_loop(0, 31, halve, (low, high))

@@ -22,7 +22,7 @@ from tests.support import Session, random_tokens, small_session
 
 LENGTH = 144  # six times index_topk, and longer than a block of rows that are scored together
 SLOTS = 3
-ROW_BUCKETS = (16, 80)
+ROW_BUCKETS = (16, LENGTH)
 DECODE_BUCKETS = (1, 4)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from glm53.sharding import make_mesh
 from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
 from pallas_kernels.row_format import RowFormat, RowKind
-from tests.in_place import check_in_place, pointers
+from tests.in_place import check_in_place, fetch_copy, pointers
 
 LAYERS, DEVICE_PAGES, HOST_PAGES, ROWS_PER_DEVICE = 3, 40, 30, 8
 _SLAB, _HOST = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
@@ -55,10 +55,7 @@ class TwoMemories:
         """What each device has, copied."""
 
         def shards(array: jax.Array, axis: int) -> list[np.ndarray]:
-            # Of a copy on the device: an array that numpy has looked at cannot be donated.
-            raw = np.array(
-                jnp.copy(jax.device_put(array, array.sharding.with_memory_kind("device")))
-            )
+            raw = fetch_copy(array)
             raw = raw.view(np.uint8).reshape(*raw.shape, raw.itemsize)
             return [part.copy() for part in np.split(raw, self.num_devices, axis)]
 

@@ -29,8 +29,8 @@ TEXT = "The Congress of the United States"
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(max_model_len=512, max_num_seqs=MAX_SEQS, max_num_batched_tokens=256)
+def llm(tiny_llm: LLM) -> LLM:
+    return tiny_llm
 
 
 class FakeLLM(LLM):
@@ -623,8 +623,12 @@ def test_output_outlives_a_model_that_is_refused(
 def run_process(
     stdin: bytes, stdout: BinaryIO | int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs the command on the built-in model, between standard streams."""
-    command = [sys.executable, "-m", "serving.cli", "batch", "-", "-", "--max-model-len", "512"]
+    """Runs the command on the built-in model, between standard streams.
+
+    The sizes are `tiny_llm`'s, whose compiled steps are found in the cache.
+    """
+    command = [sys.executable, "-m", "serving.cli", "batch", "-", "-"]
+    command += ["--max-model-len", "512", "--max-num-seqs", f"{MAX_SEQS}"]
     return subprocess.run(command, input=stdin, stdout=stdout, stderr=subprocess.PIPE, check=False)
 
 

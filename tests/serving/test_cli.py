@@ -10,7 +10,9 @@ from serving.cli import main
 
 def test_generate(capsys: pytest.CaptureFixture) -> None:
     """Prints the continuation alone on standard output."""
-    options = ["--temperature", "0", "--max-tokens", "4", "--max-model-len", "512"]
+    options = ["--temperature", "0", "--max-tokens", "4"]
+    # The sizes of `tiny_llm`, whose compiled steps are found in the cache.
+    options += ["--max-model-len", "512", "--max-num-seqs", "4"]
     assert main(["generate", "The Congress of the", *options]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(" Secretary of the")

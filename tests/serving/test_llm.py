@@ -14,7 +14,8 @@ from glm53.checkpoint import CheckpointError
 from serving.model_runner import ModelRunner
 from tests.support import GOLDEN, golden_arrays
 
-SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+# One bucket of rows, so that one prefill step is compiled.
+SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 FREE = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
@@ -29,8 +30,8 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def text_llm() -> LLM:
-    return LLM(**SMALL)
+def text_llm(tiny_llm: LLM) -> LLM:
+    return tiny_llm
 
 
 def ids(array: np.ndarray) -> dict:

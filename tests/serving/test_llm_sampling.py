@@ -15,8 +15,8 @@ QUESTION = {"role": "user", "content": "The code of mint is 31-94.\nWhat is the 
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
+def llm(tiny_llm: LLM) -> LLM:
+    return tiny_llm
 
 
 @pytest.fixture(autouse=True)

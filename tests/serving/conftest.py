@@ -1,0 +1,9 @@
+import pytest
+
+from glm53 import LLM
+
+
+@pytest.fixture(scope="session")
+def tiny_llm() -> LLM:
+    """The built-in model, for all files: steps of other sizes would be compiled anew."""
+    return LLM(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64)
