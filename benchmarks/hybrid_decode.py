@@ -119,11 +119,8 @@ class Decoder:
         """Empties `count` random hot rows that the last step read, of each slot and index group."""
         host = self._store.host
         assert host is not None
-        hot = (host.hot_position, host.hot_age)
-        hot = jax.device_put(
-            _forget(*hot, jax.random.key(seed), count), tuple(array.sharding for array in hot)
-        )
-        host = dataclasses.replace(host, hot_position=hot[0], hot_age=hot[1])
+        hot_row = _forget(host.hot_row, jax.random.key(seed), count)
+        host = dataclasses.replace(host, hot_row=jax.device_put(hot_row, host.hot_row.sharding))
         self._store = dataclasses.replace(self._store, host=host)
 
     def _fill(self, pages: Int[np.ndarray, "slots pages"], resident_pages: int) -> KVStore:
@@ -157,20 +154,13 @@ class Decoder:
         return store
 
 
-@partial(jax.jit, static_argnums=3)
-def _forget(
-    hot_position: Int[Array, "slots groups hot"],
-    hot_age: Int[Array, "slots groups hot"],
-    key: jax.Array,
-    count: int,
-) -> tuple[jax.Array, jax.Array]:
-    newest = hot_age == jnp.max(hot_age, axis=2, keepdims=True)
-    read = newest & (hot_position >= 0)
-    drawn = jnp.where(read, jax.random.uniform(key, read.shape), -1.0)
+@partial(jax.jit, static_argnums=2)
+def _forget(hot_row: Int[Array, "slots groups hot"], key: jax.Array, count: int) -> jax.Array:
+    """Empties random rows of those in use, which repeats of one step all read."""
+    drawn = jnp.where(hot_row >= 0, jax.random.uniform(key, hot_row.shape), -1.0)
     _, rows = lax.top_k(drawn, count)
-    slots, groups = (jnp.arange(size) for size in read.shape[:2])
-    where = (slots[:, None, None], groups[None, :, None], rows)
-    return hot_position.at[where].set(-1), hot_age.at[where].set(-1)
+    slots, groups = (jnp.arange(size) for size in hot_row.shape[:2])
+    return hot_row.at[slots[:, None, None], groups[None, :, None], rows].set(-1)
 
 
 class HybridBench:

@@ -19,7 +19,13 @@ from glm53.rope import rope_angles
 from glm53.row_tiles import map_row_tiles
 from kvcache.geometry import KVGeometry
 from kvcache.pytree import pytree_dataclass
-from kvcache.selection import StagedPages, find_selected, stage_layer
+from kvcache.selection import (
+    MOST_ROWS_TO_RESOLVE,
+    StagedPages,
+    find_selected,
+    hot_row_scores,
+    stage_layer,
+)
 from kvcache.store import MESH_AXIS, KVStore, append_index_keys, append_rows
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
@@ -240,8 +246,10 @@ class Forward:
             array = array.reshape(num_groups, -1, *array.shape[2:])[:, :num_rows]
             return array.reshape(-1, *array.shape[2:])
 
-        def select(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            query, weights, positions, pages = chunk
+        host = store.host if num_rows <= MOST_ROWS_TO_RESOLVE else None
+
+        def select(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            query, weights, positions, pages, slot = chunk
             num_keys = jnp.max(positions) // geometry.num_devices + 1
             scores = index_scores(
                 query,
@@ -252,18 +260,30 @@ class Forward:
                 num_keys,
                 geometry.index_row_format,
             )
-            return select_topk(
+            best = select_topk(
                 scores, context, self.first_position, positions, self.config.index_topk
             )
+            if host is None:
+                return best
+            return *best, hot_row_scores(host, index.index_layer, slot, positions, scores)
 
         tables = jnp.repeat(self.rows.block_tables, chunks, axis=0)
-        chunked = (split(query, 0), split(weights, 0), split(self.positions, -1), tables)
-        scores, positions = (join(found) for found in lax.map(select, chunked))
+        slots = jnp.repeat(self.rows.slots, chunks)
+        chunked = (split(query, 0), split(weights, 0), split(self.positions, -1), tables, slots)
+        scores, positions, *hot_scores = lax.map(select, chunked)
+        scores, positions = join(scores), join(positions)
         best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
         grouped = best.reshape(num_groups, num_rows, -1)
-        tables, slots = self.rows.block_tables, self.rows.slots
         store, row_ids, staged = find_selected(
-            store, geometry, index.index_layer, index.layer, slots, tables, grouped, self.device
+            store,
+            geometry,
+            index.index_layer,
+            index.layer,
+            self.rows.slots,
+            self.rows.block_tables,
+            grouped,
+            hot_scores[0] if hot_scores else None,
+            self.device,
         )
         return store, Selection(best, row_ids.reshape(best.shape), staged)
 

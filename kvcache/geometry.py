@@ -144,7 +144,7 @@ class KVGeometry:
         """Bytes on all devices that hold no row: page maps, selection counts and hot-row maps."""
         if not self.has_host_tier:
             return self.num_devices * 8 * self.num_pages
-        hot = self.num_index_layers * (8 * self.hot_rows + 2 * self.sequence_rows)
+        hot = self.num_index_layers * 8 * self.hot_rows + 2 * self.sequence_rows
         slots = self.max_sequences * (hot + 4 * self.hot_pages + 4 * _NUM_READS)
         staging = 4 * max(self.staging_pages, 1)
         return self.num_devices * (slots + 12 * self.num_pages + staging)

@@ -24,11 +24,11 @@ class HostTier:
         slab: MLA rows [host_pages, rows_per_page, layers, width], sharded on rows_per_page: a row's
             layers lie side by side, so that a missed row of any index group is one burst.
         hot_page: int32 [slots, hot_pages], leased device pages, -1 where a slot has no lease.
-        hot_position: int32 [slots, groups, hot_rows by device], the position each holds, -1 none.
-        hot_age: int32 likewise, when it was last selected: steps of the slot's lease that read host
-            rows, -1 none.
-        hot_slot: int16 [slots, groups, sequence_rows by device], by row of the sequence the hot row
-            that may hold it; `hot_position` tells.
+        hot_row: int32 [slots, groups, hot_rows by device], the row of its sequence on this device
+            that each holds, -1 none.
+        hot_mean: float32 likewise, running mean of its index scores, NaN before the first.
+        hot_slot: int16 [slots, sequence_rows by device], by row of the sequence the hot row that
+            may hold it; `hot_row` tells. Serves one group after another.
         staging_page: int32 [staging_pages], device pages that a prefill may write host pages to,
             -1 beyond the last.
         selections: float32 [pages by device], decayed count of selections of a page's rows.
@@ -40,9 +40,9 @@ class HostTier:
 
     slab: Shaped[Array, "host_pages rows_per_page layers width"]
     hot_page: Int[Array, "slots hot_pages"]
-    hot_position: Int[Array, "slots groups hot"]
-    hot_age: Int[Array, "slots groups hot"]
-    hot_slot: Int[Array, "slots groups context"]
+    hot_row: Int[Array, "slots groups hot"]
+    hot_mean: Float[Array, "slots groups hot"]
+    hot_slot: Int[Array, "slots context"]
     staging_page: Int[Array, " staging"]
     selections: Float[Array, " pages"]
     reads: Int[Array, "slots reads"]
@@ -62,8 +62,8 @@ class HostTier:
             jnp.zeros(shape, row.dtype),
             jnp.full((slots, geometry.hot_pages), -1, jnp.int32),
             jnp.full(hot, -1, jnp.int32),
-            jnp.full(hot, -1, jnp.int32),
-            jnp.zeros((slots, groups, devices * geometry.sequence_rows), jnp.int16),
+            jnp.full(hot, jnp.nan, jnp.float32),
+            jnp.zeros((slots, devices * geometry.sequence_rows), jnp.int16),
             jnp.full((max(geometry.staging_pages, 1),), -1, jnp.int32),
             jnp.zeros((devices * geometry.num_pages,), jnp.float32),
             jnp.zeros((slots, devices * len(READS)), jnp.int32),
@@ -77,8 +77,7 @@ class HostTier:
         return dataclasses.replace(
             self,
             hot_page=self.hot_page.at[target].set(pages, mode="drop"),
-            hot_position=self.hot_position.at[target].set(-1, mode="drop"),
-            hot_age=self.hot_age.at[target].set(-1, mode="drop"),
+            hot_row=self.hot_row.at[target].set(-1, mode="drop"),
         )
 
     def count(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvcache.geometry import KVGeometry
 from kvcache.host_tier import HostTier
@@ -59,6 +59,7 @@ def find_selected(
     slots: Int[Array, " sequences"],
     block_tables: Int[Array, "sequences context_pages"],
     positions: Int[Array, "sequences rows k"],
+    hot_scores: Float[Array, "sequences hot"] | None,
     device: Int[Array, ""],
 ) -> tuple[KVStore, Int[Array, "sequences rows k"], StagedPages | None]:
     """Finds the rows that an index group selected, and stages what is not on the device.
@@ -71,6 +72,8 @@ def find_selected(
         slots: slot of each sequence, -1 for padding.
         block_tables: pages of each sequence.
         positions: selected positions; -1 is none.
+        hot_scores: what the step's index scores say of the sequences' hot rows, the best of its
+            rows; None in a step that does not use them.
         device: this device's place along the mesh axis.
 
     Returns:
@@ -88,9 +91,16 @@ def find_selected(
         return store, located, None
     layers = jnp.asarray(geometry.group_layers, jnp.int32)[group]
     on_host = located >= geometry.slab_rows
-    if positions.shape[1] <= MOST_ROWS_TO_RESOLVE:
+    if hot_scores is not None:
         store, host, row_ids, reads = _resolve(
-            store, host, geometry, (group, first_layer, layers), slots, positions, located
+            store,
+            host,
+            geometry,
+            (group, first_layer, layers),
+            slots,
+            positions,
+            located,
+            hot_scores,
         )
         staged = StagedPages.none(geometry)
     else:
@@ -98,6 +108,34 @@ def find_selected(
     resident = jnp.sum((located >= 0) & ~on_host, axis=(1, 2))
     host = host.count(slots, pages, jnp.stack([resident, *reads], axis=1))
     return dataclasses.replace(store, host=host), row_ids, staged
+
+
+def hot_row_scores(
+    host: HostTier,
+    group: Scalar,
+    slot: Int[Array, ""],
+    positions: Int[Array, " rows"],
+    scores: Float[Array, "rows context"],
+) -> Float[Array, " hot"]:
+    """The best index score of each hot row of a sequence among its rows of a step.
+
+    Args:
+        host: the host tier.
+        group: the index group.
+        slot: slot of the sequence, -1 for padding.
+        positions: position of each row, -1 for padding.
+        scores: scores of the sequence's rows on this device.
+    """
+    known = jnp.maximum(slot, 0)
+    held = host.hot_row[known, group]
+
+    def gather() -> jax.Array:
+        found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
+        found = jnp.where((positions >= 0)[:, None] & (held >= 0), found, -jnp.inf)
+        return jnp.max(found, axis=0)
+
+    leased = (slot >= 0) & (host.hot_page[known, 0] >= 0)
+    return lax.cond(leased, gather, lambda: jnp.full(held.shape, -jnp.inf, scores.dtype))
 
 
 def _at_most_once[State](wanted: jax.Array, run: Callable[[State], State], state: State) -> State:
@@ -113,34 +151,26 @@ def _resolve(
     slots: Int[Array, " sequences"],
     positions: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
+    hot_scores: Float[Array, "sequences hot"],
 ) -> tuple[KVStore, HostTier, jax.Array, tuple[jax.Array, ...]]:
     """Brings missed rows to the sequences' hot rows, for a group, its first layer and its number of
     layers. Returns the store, its host tier, row ids, and what `reads` counts of host rows."""
     group, first_layer, num_layers = layers
     on_host = located >= geometry.slab_rows
-    context_rows = (
-        positions // geometry.rows_per_page * geometry.rows_per_device
-        + geometry.local_row(positions)
-    )
-
-    known = jnp.maximum(slots, 0)
-    leased = host.hot_page[known, 0] >= 0
-    # A clock of the hot rows' own: positions of a step may all lie before those of the last.
-    now = 1 + jnp.max(host.hot_age[known, group], axis=1)
+    leased = host.hot_page[jnp.maximum(slots, 0), 0] >= 0
 
     def run(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        slab, hot_position, hot_age, hot_slot, row_ids, *_ = state
+        slab, hot_row, hot_mean, hot_slot, row_ids, *_ = state
         found = resolve_rows(
-            hot_position,
-            hot_age,
+            hot_row,
+            hot_mean,
             hot_slot,
             host.hot_page,
             slots,
             group,
-            positions,
-            jnp.where(on_host, context_rows, 0),
+            positions // geometry.num_devices,
             row_ids,
-            now,
+            hot_scores,
             geometry.slab_rows,
             geometry.rows_per_device,
         )
@@ -151,8 +181,8 @@ def _resolve(
         misses = jnp.where(leased, found.misses, in_place)
         return (
             slab,
-            found.hot_position,
-            found.hot_age,
+            found.hot_row,
+            found.hot_mean,
             found.hot_slot,
             found.row_ids,
             found.hits,
@@ -162,13 +192,13 @@ def _resolve(
             found.staged * num_layers,
         )
 
-    hot = (host.hot_position, host.hot_age, host.hot_slot)
+    hot = (host.hot_row, host.hot_mean, host.hot_slot)
     none = jnp.zeros(slots.shape, jnp.int32)
     slab, *hot, row_ids, hits, fresh, in_place, misses, staged = _at_most_once(
         jnp.any(on_host), run, (store.slab, *hot, located, *[none] * 5)
     )
     host = dataclasses.replace(
-        host, **dict(zip(("hot_position", "hot_age", "hot_slot"), hot, strict=True))
+        host, **dict(zip(("hot_row", "hot_mean", "hot_slot"), hot, strict=True))
     )
     store = dataclasses.replace(store, slab=slab)
     return store, host, row_ids, (hits, fresh, in_place, misses, staged)

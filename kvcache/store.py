@@ -24,9 +24,9 @@ _SHARDED_AXIS = {
     "slab": 2,
     "index_keys": 2,
     "host.slab": 1,
-    "host.hot_position": 2,
-    "host.hot_age": 2,
-    "host.hot_slot": 2,
+    "host.hot_row": 2,
+    "host.hot_mean": 2,
+    "host.hot_slot": 1,
     "host.selections": 0,
     "host.reads": 1,
 }

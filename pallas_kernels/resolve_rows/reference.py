@@ -1,8 +1,8 @@
 """Hot-row resolution in plain jax.numpy: gathers, running counts and a threshold, no sort.
 
-A sequence has a fixed number of hot rows for each index group. `hot_position` says what each holds,
-and `hot_slot` is the way back, a gather by the position's row. An entry of `hot_slot` counts only
-where `hot_position` agrees, so neither eviction nor a new owner need clear it.
+A sequence has a fixed number of hot rows for each index group. `hot_row` says what each holds, and
+`hot_slot` is the way back: filled in from `hot_row` when it is needed, it is a gather by the row.
+An entry of it counts only where `hot_row` agrees, so it is never cleared and serves all groups.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 _LARGEST = jnp.iinfo(jnp.int16).max
 
@@ -19,8 +19,8 @@ class Resolution(NamedTuple):
     """What `resolve_rows` finds.
 
     Attributes:
-        hot_position: the new state.
-        hot_age: the new state.
+        hot_row: the new state.
+        hot_mean: the new state.
         hot_slot: the new state.
         row_ids: int32 [sequences, rows, k], a row of the slab, or the host row's id where it has no
             hot row.
@@ -32,9 +32,9 @@ class Resolution(NamedTuple):
         misses: int32 [sequences], different selected rows that were not.
     """
 
-    hot_position: Int[Array, "slots groups hot"]
-    hot_age: Int[Array, "slots groups hot"]
-    hot_slot: Int[Array, "slots groups context"]
+    hot_row: Int[Array, "slots groups hot"]
+    hot_mean: Float[Array, "slots groups hot"]
+    hot_slot: Int[Array, "slots context"]
     row_ids: Int[Array, "sequences rows k"]
     host_rows: Int[Array, " misses"]
     device_rows: Int[Array, " misses"]
@@ -45,87 +45,91 @@ class Resolution(NamedTuple):
 
 
 def resolve_rows(
-    hot_position: Int[Array, "slots groups hot"],
-    hot_age: Int[Array, "slots groups hot"],
-    hot_slot: Int[Array, "slots groups context"],
+    hot_row: Int[Array, "slots groups hot"],
+    hot_mean: Float[Array, "slots groups hot"],
+    hot_slot: Int[Array, "slots context"],
     hot_page: Int[Array, "slots hot_pages"],
     slots: Int[Array, " sequences"],
     group: int | Int[Array, ""],
-    positions: Int[Array, "sequences rows k"],
-    context_rows: Int[Array, "sequences rows k"],
+    rows: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    now: Int[Array, " sequences"],
+    hot_scores: Float[Array, "sequences hot"],
     first_host_row: int,
     rows_per_page: int,
 ) -> Resolution:
     """Resolves the selections of all query rows of each sequence together.
 
-    A host row selected by several rows of a sequence is staged once. The least recently selected
-    hot rows that no row selects give way, in the order of their slots where they are equally old.
-    Where they do not suffice, the rest stay in host memory, to be read in place.
+    A host row selected by several rows of a sequence is staged once. Of the hot rows that no row
+    selects those give way whose index scores have the lowest running mean, in the order of their
+    slots where it is equal; empty ones first. Where they do not suffice, the rest stay in host
+    memory, to be read in place.
 
     Args:
-        hot_position: position that each hot row holds, -1 none.
-        hot_age: when it was last selected.
-        hot_slot: int16, by row of the context: the hot row that may hold it.
+        hot_row: row of the sequence on this device that each hot row holds, -1 none.
+        hot_mean: running mean of its index scores, each step counting as much as all before it;
+            NaN before the first.
+        hot_slot: int16, by row of the sequence: the hot row that may hold it.
         hot_page: device pages of each slot's hot rows, -1 where it has none.
         slots: slot of each sequence, -1 for padding; no slot twice.
         group: index group.
-        positions: selected positions, each at most once a row; -1 is none.
-        context_rows: their rows within the sequence on this device.
+        rows: selected rows of the sequence on this device, each at most once a query row; those of
+            entries that lie nowhere are not read.
         located: where they lie; ids from `first_host_row` on are host rows, -1 is nowhere.
-        now: at least every age of the sequence so far.
+        hot_scores: this step's index score of what each hot row holds, the best of the query rows.
         first_host_row: id of the first host row.
         rows_per_page: rows of a page on this device.
     """
-    num_slots, _, num_hot = hot_position.shape
+    num_slots, _, num_hot = hot_row.shape
     sequence = jnp.maximum(slots, 0)[:, None]
     leased = (slots >= 0) & (hot_page[sequence[:, 0], 0] >= 0)
     shape, (num_sequences, num_rows, k) = located.shape, located.shape
     flat = (num_sequences, num_rows * k)
-    positions, context_rows, located = (
-        array.reshape(flat) for array in (positions, context_rows, located)
-    )
+    located = located.reshape(flat)
     wanted = (located >= first_host_row) & leased[:, None]
+    rows = jnp.where(wanted, rows.reshape(flat), 0)
     target = jnp.where(wanted, sequence, num_slots)  # where state is written, or dropped
 
-    def found(hot_position: jax.Array, hot_slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The hot row of each wanted position, and whether there is one."""
-        slot = hot_slot[sequence, group, context_rows].astype(jnp.int32)
-        slot = jnp.clip(slot, 0, num_hot - 1)
-        return slot, wanted & (hot_position[sequence, group, slot] == positions)
+    held = hot_row[sequence[:, 0], group]  # [sequences, hot]
+    numbers = jnp.broadcast_to(jnp.arange(num_hot, dtype=hot_slot.dtype), held.shape)
+    listed = jnp.where((held >= 0) & leased[:, None], sequence, num_slots)
+    hot_slot = hot_slot.at[listed, held].set(numbers, mode="drop")
 
-    slot, hit = found(hot_position, hot_slot)
+    def found(held: jax.Array, hot_slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The hot row of each wanted row, and whether there is one."""
+        slot = jnp.clip(hot_slot[sequence, rows].astype(jnp.int32), 0, num_hot - 1)
+        return slot, wanted & (jnp.take_along_axis(held, slot, axis=1) == rows)
+
+    slot, hit = found(held, hot_slot)
     used = jnp.zeros((num_sequences, num_hot + 1), bool)
     used = used.at[jnp.arange(num_sequences)[:, None], jnp.where(hit, slot, num_hot)].set(True)
     used = used[:, :num_hot]
-    age = jnp.where(used, now[:, None], hot_age[sequence[:, 0], group])
+    mean = hot_mean[sequence[:, 0], group]
+    mean = jnp.where(jnp.isnan(mean), hot_scores, (mean + hot_scores) / 2)
 
     missed = wanted & ~hit
     if num_rows > 1:
-        # The first to name a position claims it, in the map itself.
-        order = jnp.broadcast_to(jnp.arange(flat[1], dtype=jnp.int16), flat)
+        # The first to name a row claims it, in the map itself.
+        order = jnp.broadcast_to(jnp.arange(flat[1], dtype=hot_slot.dtype), flat)
         claimed = jnp.where(missed, target, num_slots)
-        hot_slot = hot_slot.at[claimed, group, context_rows].set(_LARGEST, mode="drop")
-        hot_slot = hot_slot.at[claimed, group, context_rows].min(order, mode="drop")
-        first = missed & (hot_slot[sequence, group, context_rows] == order)
+        hot_slot = hot_slot.at[claimed, rows].set(_LARGEST, mode="drop")
+        hot_slot = hot_slot.at[claimed, rows].min(order, mode="drop")
+        first = missed & (hot_slot[sequence, rows] == order)
     else:
         first = missed
     misses = jnp.sum(first, axis=1)
 
-    victims, num_victims = _oldest(age, ~used, misses)
+    victims, num_victims = _lowest(jnp.where(held >= 0, mean, -jnp.inf), ~used, misses)
     rank = jnp.cumsum(first, axis=1) - 1
     staged = first & (rank < num_victims[:, None])
     victim = jnp.take_along_axis(victims, jnp.clip(rank, 0, num_hot - 1), axis=1)
-    written = jnp.where(staged, target, num_slots)
-    hot_age = hot_age.at[jnp.where(leased, slots, num_slots), group].set(age, mode="drop")
-    hot_age = hot_age.at[written, group, victim].set(now[:, None], mode="drop")
-    hot_position = hot_position.at[written, group, victim].set(positions, mode="drop")
-    hot_slot = hot_slot.at[written, group, context_rows].set(
+    replaced = jnp.where(staged, victim, num_hot)
+    batch = jnp.arange(num_sequences)[:, None]
+    held = held.at[batch, replaced].set(rows, mode="drop")
+    mean = mean.at[batch, replaced].set(jnp.nan, mode="drop")
+    hot_slot = hot_slot.at[jnp.where(staged, target, num_slots), rows].set(
         victim.astype(hot_slot.dtype), mode="drop"
     )
-
-    slot, hot = found(hot_position, hot_slot)
+    changed = jnp.where(leased, slots, num_slots)
 
     def physical(slot: jax.Array) -> jax.Array:
         return hot_page[sequence, slot // rows_per_page] * rows_per_page + slot % rows_per_page
@@ -135,9 +139,10 @@ def resolve_rows(
     lists = jnp.zeros((2, num_sequences * min(flat[1], num_hot)), jnp.int32)
     both = jnp.stack([(located - first_host_row).reshape(-1), physical(victim).reshape(-1)])
     host_rows, device_rows = lists.at[:, place].set(both, mode="drop")
+    slot, hot = found(held, hot_slot)
     return Resolution(
-        hot_position,
-        hot_age,
+        hot_row.at[changed, group].set(held, mode="drop"),
+        hot_mean.at[changed, group].set(mean, mode="drop"),
         hot_slot,
         jnp.where(hot, physical(slot), located).reshape(shape),
         host_rows,
@@ -149,33 +154,33 @@ def resolve_rows(
     )
 
 
-def _oldest(
-    age: Int[Array, "sequences hot"],
+def _lowest(
+    values: Float[Array, "sequences hot"],
     allowed: Bool[Array, "sequences hot"],
     count: Int[Array, " sequences"],
 ) -> tuple[Int[Array, "sequences hot"], Int[Array, " sequences"]]:
-    """The `count` oldest of the allowed slots, as far as there are, in order of their numbers."""
-    available = jnp.sum(allowed, axis=1)
-    count = jnp.minimum(count, available)
-    age = jnp.where(allowed, age, jnp.iinfo(jnp.int32).max)
+    """The `count` allowed slots of the lowest values, as far as there are, in order of their
+    numbers; of equal values the first slots. Returns them, and how many."""
+    count = jnp.minimum(count, jnp.sum(allowed, axis=1))
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)  # in the order of the values
 
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(_: object, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
-        middle = low + (high - low) // 2
-        enough = jnp.sum(age <= middle[:, None], axis=1) >= count
+        middle = (low & high) + ((low ^ high) >> 1)
+        enough = jnp.sum(allowed & (keys <= middle[:, None]), axis=1) >= count
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
-    # The least age that leaves enough; ages are -1 or more.
-    low = jnp.full_like(count, -1)
-    high = jnp.max(jnp.where(allowed, age, -1), axis=1)
-    threshold, _ = lax.fori_loop(0, 31, halve, (low, high))
-    older = allowed & (age < threshold[:, None])
-    equal = allowed & (age == threshold[:, None])
-    room = (count - jnp.sum(older, axis=1))[:, None]
-    chosen = older | (equal & (jnp.cumsum(equal, axis=1) <= room))
-    place = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, age.shape[1])
-    numbers = jnp.broadcast_to(jnp.arange(age.shape[1], dtype=jnp.int32), age.shape)
-    victims = (
-        jnp.zeros_like(age).at[jnp.arange(age.shape[0])[:, None], place].set(numbers, mode="drop")
-    )
-    return victims, count
+    # The least key up to which there are enough.
+    limits = jnp.iinfo(jnp.int32)
+    bounds = jnp.full_like(count, limits.min), jnp.full_like(count, limits.max)
+    threshold, _ = lax.fori_loop(0, 32, halve, bounds)
+    lower = allowed & (keys < threshold[:, None])
+    equal = allowed & (keys == threshold[:, None])
+    room = (count - jnp.sum(lower, axis=1))[:, None]
+    chosen = lower | (equal & (jnp.cumsum(equal, axis=1) <= room))
+    place = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, keys.shape[1])
+    numbers = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
+    victims = jnp.zeros_like(numbers)
+    batch = jnp.arange(keys.shape[0])[:, None]
+    return victims.at[batch, place].set(numbers, mode="drop"), count

@@ -55,10 +55,19 @@ def compiled(num_devices: int) -> Callable:
     """Returns a group's selection, and the rows that each of its layers would attend to."""
     sizes, mesh = geometry(num_devices), make_mesh(num_devices)
 
-    def local(store, group, layers, slots, tables, positions):
+    def local(store, group, layers, slots, tables, positions, scores):
+        hot_scores = scores if positions.shape[1] <= MOST_ROWS_TO_RESOLVE else None
         device = jax.lax.axis_index(MESH_AXIS)
         store, row_ids, staged = find_selected(
-            on_device(store), sizes, group, layers[0], slots, tables, positions, device
+            on_device(store),
+            sizes,
+            group,
+            layers[0],
+            slots,
+            tables,
+            positions,
+            hot_scores,
+            device,
         )
 
         def attend(store: KVStore, layer: jax.Array) -> tuple[KVStore, jax.Array]:
@@ -78,7 +87,7 @@ def compiled(num_devices: int) -> Callable:
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs, *[everywhere] * 5),
+        in_specs=(specs, *[everywhere] * 6),
         out_specs=(specs, by_device, by_device),
         check_vma=False,
     )
@@ -187,6 +196,7 @@ class Driver:
         sizes, layers = self.sizes, FIRST_LAYER[group] + np.arange(GROUP_LAYERS[group])
         positions[np.asarray(slots) < 0] = -1
         tables = self.tables[np.maximum(slots, 0)]
+        scores = self.rng.integers(-2, 3, (SEQUENCES, NUM_HOT)).astype(np.float32)
         self.store, row_ids, read = compiled(sizes.num_devices)(
             self.store,
             jnp.int32(group),
@@ -195,6 +205,7 @@ class Driver:
             jnp.asarray(slots, jnp.int32),
             jnp.asarray(tables),
             jnp.asarray(positions),
+            jnp.asarray(scores),
         )
         row_ids, read = np.asarray(row_ids), np.asarray(read)
         page_index = np.minimum(positions // sizes.rows_per_page, MAX_PAGES - 1)
@@ -208,7 +219,7 @@ class Driver:
             for index, layer in enumerate(layers):
                 expected = content(int(layer), own, rows, read.shape[-1])
                 np.testing.assert_array_equal(read[device, index][own >= 0], expected[own >= 0])
-            self.count(device, group, slots, positions, own, row_ids[device])
+            self.count(device, group, slots, positions, own, row_ids[device], scores)
         self.check()
         return row_ids
 
@@ -220,6 +231,7 @@ class Driver:
         positions: np.ndarray,
         pages: np.ndarray,
         row_ids: np.ndarray,
+        scores: np.ndarray,
     ) -> None:
         """Does in Python what the step did to one device's hot rows and counts."""
         for page in pages[pages >= 0].tolist():
@@ -246,12 +258,14 @@ class Driver:
                     first_spilled = False
             elif slot in self.leased:
                 model = self.models[device, slot, group]
-                model.resolve(wanted, 1 + max(model.ages))
-                found = np.isin(positions[index], model.positions) & spilled[index]
+                if spilled.any():
+                    model.resolve(wanted, scores[index].tolist())
+                found = np.isin(positions[index], model.rows) & spilled[index]
                 np.testing.assert_array_equal(elsewhere, spilled[index] & ~found)
-                counts |= {"hot": model.hits, "missed": len(model.missed)}
-                counts["staged"] = int(found.sum()) - model.hits
-                counts["layer_rows_staged"] = len(model.staged) * GROUP_LAYERS[group]
+                if wanted:
+                    counts |= {"hot": model.hits, "missed": len(model.missed)}
+                    counts["staged"] = int(found.sum()) - model.hits
+                    counts["layer_rows_staged"] = len(model.staged) * GROUP_LAYERS[group]
             else:
                 np.testing.assert_array_equal(elsewhere, spilled[index])
                 counts["missed"] = len(wanted)
@@ -263,13 +277,16 @@ class Driver:
         host = self.store.host
         assert host is not None
         num_devices = self.sizes.num_devices
-        position, age = (
+        rows, means = (
             np.asarray(array).reshape(SLOTS, len(GROUP_LAYERS), num_devices, NUM_HOT)
-            for array in (host.hot_position, host.hot_age)
+            for array in (host.hot_row, host.hot_mean)
         )
         for (device, slot, group), model in self.models.items():
-            assert position[slot, group, device].tolist() == model.positions
-            assert age[slot, group, device].tolist() == model.ages
+            # The model holds positions.
+            assert rows[slot, group, device].tolist() == [row // num_devices for row in model.rows]
+            np.testing.assert_array_equal(
+                means[slot, group, device], np.array(model.means, np.float32)
+            )
         reads = np.asarray(host.reads).reshape(SLOTS, num_devices, -1)
         np.testing.assert_array_equal(reads, self.reads)
         selections = np.asarray(host.selections).reshape(num_devices, -1)

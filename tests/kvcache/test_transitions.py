@@ -204,7 +204,7 @@ def test_leases(num_devices: int, kind: RowKind) -> None:
     pages = np.asarray([[4, 9], [7, 7], [-1, -1], [3, 1]], np.int32)
     driver.run("lease", slots, pages)
     host.hot_page[[2, 0]] = [[4, 9], [-1, -1]]
-    host.hot_position[[2, 0]] = host.hot_age[[2, 0]] = -1
+    host.hot_row[[2, 0]] = -1
     driver.check()
     driver.run("borrow", np.asarray([8, 2, -1], np.int32))
     host.staging_page[:] = 8, 2, -1

@@ -102,7 +102,7 @@ def test_facts_of_a_document(resident: LLM, spilling: LLM, document: str) -> Non
         (expected,), (found,) = resident.generate(prompt, params), spilling.generate(prompt, params)
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
         num_tokens = len(found.prompt_token_ids)
-        assert FEW_PAGES * 64 <= 0.05 * num_tokens
+        assert num_tokens >= 20 * 64 * FEW_PAGES
         assert (found.num_cached_tokens > 0.98 * num_tokens) == (number > 0)
         assert read_elsewhere(found.cache_counters) > 0.5
     spilling._runner.cache.check_integrity()
