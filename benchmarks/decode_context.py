@@ -220,7 +220,7 @@ def fitting_batches(config: GLMConfig, num_tokens: int) -> tuple[int, ...]:
     """
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     room = int(fields["MemAvailable"].split()[0]) * 1024 * MEMORY_SHARE
-    token_bytes = float32_geometry(config, 1, num_tokens).token_bytes
+    token_bytes = float32_geometry(config, 1, 1).token_bytes
     return tuple(batch for batch in BATCHES if batch * num_tokens * token_bytes <= room)
 
 

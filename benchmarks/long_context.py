@@ -85,7 +85,7 @@ def store_options(store: str, max_model_len: int, rows_per_page: int = 64) -> di
 
 def decode(llm: MeasuredLLM, context: int) -> Run:
     """Decodes the last tokens of a context, whose rows are random numbers before."""
-    tokens = _random_tokens(context - _NEW_TOKENS)
+    tokens = _random_tokens(context - _NEW_TOKENS, seed=0)
     geometry = llm.cache.geometry
     rng = np.random.default_rng(1)
     with PrefixImport(llm.cache, tokens[:-1]) as transfer:
@@ -111,13 +111,15 @@ def decode(llm: MeasuredLLM, context: int) -> Run:
 def prefill(llm: MeasuredLLM, context: int) -> Run:
     """Reads a prompt, once its steps are compiled, and continues it."""
     count = context - _NEW_TOKENS
-    for_compilation, tokens = _random_tokens(2 * count)[:count], _random_tokens(count)
-    llm.generate({"prompt_token_ids": for_compilation[::-1]}, _greedy(1), use_tqdm=False)
-    prompt = {"prompt_token_ids": tokens}
+    prompts = [{"prompt_token_ids": _random_tokens(count, seed)} for seed in (1, 2)]
+    for_compilation, prompt = prompts
+    llm.generate(for_compilation, _greedy(1), use_tqdm=False)
     start = time.perf_counter()
     (output,) = llm.generate(prompt, _greedy(1), use_tqdm=False)
     seconds = time.perf_counter() - start
     counters = dataclasses.asdict(output.cache_counters)
+    if counters["cached_tokens"]:
+        raise RuntimeError(f"{counters['cached_tokens']} tokens were not computed")
     (continued,) = llm.generate(prompt, _greedy(_NEW_TOKENS), use_tqdm=False)
     return _run(llm, count / seconds, continued.outputs[0].token_ids, counters)
 
@@ -128,8 +130,8 @@ MEASUREMENTS: Mapping[str, tuple[Callable[[MeasuredLLM, int], Run], int]] = {
 }
 
 
-def _random_tokens(count: int) -> list[int]:
-    return np.random.default_rng(0).integers(_VOCABULARY, size=count).tolist()
+def _random_tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(_VOCABULARY, size=count).tolist()
 
 
 def _greedy(max_tokens: int) -> SamplingParams:

@@ -194,7 +194,7 @@ def _geometry(most_tokens: int, num_sequences: int) -> KVGeometry:
     return KVGeometry(
         group_layers=(1,),
         device_pages=device_pages,
-        host_pages=num_pages - device_pages + num_sequences * hot_pages,
+        host_pages=num_pages,  # with leases the device holds less than its share
         num_devices=1,
         rows_per_device=rows_per_page,
         max_sequences=num_sequences,

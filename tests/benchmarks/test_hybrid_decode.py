@@ -2,24 +2,28 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
 
 from benchmarks.hybrid_decode import VARIANTS, Decoder, HybridBench, Timing, format_table, measure
-from benchmarks.small_checkpoint import small_fields
+from benchmarks.small_checkpoint import small_fields, write_checkpoint
+from glm53.checkpoint import load_hugging_face
 from glm53.config import GLMConfig
-from tests.support import preset_params
+from glm53.sharding import make_mesh
 
 CONTEXT = 256
 
 
 @pytest.fixture(scope="module")
-def bench() -> HybridBench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> HybridBench:
     sizes = {
         "vocab_size": 64,
         "hidden_size": 32,
         "intermediate_size": 32,
         "moe_intermediate_size": 16,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
@@ -28,15 +32,16 @@ def bench() -> HybridBench:
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
         "index_n_heads": 2,
         "index_head_dim": 16,
         "index_topk": 40,
     }
-    config = GLMConfig.from_hf(small_fields(max_position_embeddings=CONTEXT, **sizes))
-    return HybridBench(config, preset_params(config, 1), 2, CONTEXT, 0.05)
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, small_fields(max_position_embeddings=CONTEXT, **sizes))
+    config = GLMConfig.from_pretrained(path)
+    params = load_hugging_face(path, config, make_mesh())
+    return HybridBench(config, params, 2, CONTEXT, 0.05)
 
 
 def test_variants_read_what_they_claim(bench: HybridBench) -> None:
@@ -65,7 +70,8 @@ def test_other_logits_are_noticed(bench: HybridBench, monkeypatch: pytest.Monkey
     decoder = bench._decoders["all hot"]
     host = decoder._store.host
     assert host is not None
-    other = dataclasses.replace(host, slab=jnp.zeros_like(host.slab))
+    slab = jax.device_put(np.zeros(host.slab.shape, np.float32), host.slab.sharding)
+    other = dataclasses.replace(host, slab=slab)
     monkeypatch.setattr(decoder, "_store", dataclasses.replace(decoder._store, host=other))
     with pytest.raises(RuntimeError, match="logits of 'some missed' differ"):
         bench._check_logits()

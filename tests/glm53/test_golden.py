@@ -155,7 +155,8 @@ def test_first_draft_step_at_every_position(kit: str, prompt: str) -> None:
     def every_position(params, store, table, tokens, hidden):
         model = nnx.merge(run.steps.graph, params)
         hidden = jnp.stack([model.norm.bind()(row) for row in hidden])
-        rows = Rows(jnp.arange(1, len(ids) + 1)[None], table)
+        positions = jnp.arange(1, len(ids) + 1)[None]
+        rows = Rows(positions, jnp.zeros(1, jnp.int32), table)
         mtp = MTPLayer(model, run.config, run.geometry, rows)
         outputs, _, _ = mtp.run(store, tokens, hidden)
         return mtp.forward.logits(outputs)

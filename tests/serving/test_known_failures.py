@@ -1,14 +1,15 @@
 """Ways in which caches that span two memories are known to fail, tried on whole engines.
 
-An engine that spills must answer as one that keeps every page on the device, whatever happens to
+An engine that spills must answer as one that keeps every page on the devices, whatever happens to
 its pages meanwhile.
 """
 
+import contextlib
 import gc
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,47 +19,62 @@ import pytest
 from glm53 import LLM, SamplingParams
 from glm53.kv_geometry import kv_geometry
 from glm53.sharding import make_mesh
-from kvcache import KVCache, OutOfPagesError
+from kvcache import KVCache
 from kvcache.page_states import PageState
 from kvcache.prefix_transfer import PrefixImport, export_prefix
 from serving.buckets import Buckets
 from serving.model_runner import ModelRunner
+from serving.store_options import most_step_rows
 from tests.support import GOLDEN, golden_config
 
 MODEL = GOLDEN / "tiny_f32"
 LONGEST = 1024
-ROWS = 64  # of a page on one device, and of a prefill step
+PAGE = 128  # rows, and the most that a prefill step computes
+
+Prefix = tuple[list[int], np.ndarray, np.ndarray]
 
 
 def engine(**options: Any) -> LLM:
-    """One shape of each step, three slots."""
-    llm = LLM(MODEL, max_model_len=LONGEST, max_num_seqs=3, **options)
-    pages = llm._runner.geometry.max_pages_per_sequence
-    llm._runner._buckets = Buckets((ROWS,), (3,), (pages,))
+    """Two devices, two slots, and one shape of each step."""
+    llm = LLM(
+        MODEL,
+        max_model_len=LONGEST,
+        max_num_seqs=2,
+        max_num_batched_tokens=PAGE,
+        tensor_parallel_size=2,
+        **options,
+    )
+    llm._runner._buckets = Buckets((PAGE,), (2,), (LONGEST // PAGE,))
     return llm
 
 
 @pytest.fixture(scope="module")
 def resident() -> LLM:
-    return engine(kv_policy="resident", max_num_batched_tokens=ROWS)
+    return engine(kv_policy="resident")
 
 
 @pytest.fixture(scope="module")
-def spilling() -> LLM:
-    """30 pages, 8 of them on the device; a sequence has up to 16."""
-    llm = engine(device_pages=8, host_memory_gib=0.0017, hot_rows=24, max_num_batched_tokens=ROWS)
-    assert llm._runner.geometry.num_pages == 30
+def shared_engine() -> LLM:
+    """14 pages, 6 of them on the devices, where a sequence has up to 8; and fewer hot rows than a
+    token selects."""
+    llm = engine(device_pages=6, host_memory_gib=0.00125, hot_rows=12)
+    assert llm._runner.geometry.num_pages == 14
     return llm
 
 
-@pytest.fixture(scope="module")
-def two_devices() -> LLM:
-    """16 pages, 4 of them on the devices; a sequence has up to 8."""
-    return engine(tensor_parallel_size=2, device_pages=4, host_memory_gib=0.0019, hot_rows=24)
+@pytest.fixture
+def spilling(shared_engine: LLM) -> LLM:
+    """With nothing in its cache."""
+    cache = shared_engine._runner.cache
+    while cache.index.evict(cache.tick()):
+        pass
+    assert cache.pool.num_free == cache.geometry.num_pages
+    return shared_engine
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 256, count).tolist()
+    """Tokens of which the first is another for every seed."""
+    return [seed, *np.random.default_rng(seed).integers(0, 256, count - 1).tolist()]
 
 
 def greedy(count: int) -> SamplingParams:
@@ -71,15 +87,15 @@ def prompts_of(token_ids: Sequence[list[int]]) -> list[dict[str, list[int]]]:
 
 def answers(llm: LLM, token_ids: Sequence[list[int]], count: int) -> list[list[int]]:
     """The next `count` tokens of each prompt, all given at once."""
-    outputs = llm.generate(prompts_of(token_ids), greedy(count), use_tqdm=False)
+    outputs = llm.generate(prompts_of(token_ids), greedy(count))
     assert_idle(llm)
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def watched(
+def answers_between(
     llm: LLM, token_ids: Sequence[list[int]], count: int, interfere: Callable[[], object]
 ) -> list[list[int]]:
-    """The same, with `interfere` called after every step."""
+    """The same, with `interfere` called between the steps."""
     found: dict[int, list[int]] = {}
     for place, output in llm.generate_iter(prompts_of(token_ids), greedy(count), stream=True):
         found[place] = output.outputs[0].token_ids
@@ -96,20 +112,28 @@ def assert_idle(llm: LLM) -> None:
     assert cache.pool.num_free + cache.pool.num_cached_only == cache.geometry.num_pages
 
 
-def push_out(llm: LLM) -> None:
-    """Copies what is sealed to host memory and takes it off the device, as far as there is room."""
+def push_out(llm: LLM) -> int:
+    """Takes what is sealed off the device, as far as the host has room; returns the pages."""
     residency = llm._runner.cache.residency
     for page in sorted(residency.droppable_in(PageState.DIRTY))[: residency.num_free_host]:
         residency.clean(page)
-    for page in sorted(residency.droppable_in(PageState.CLEAN)):
+    dropped = sorted(residency.droppable_in(PageState.CLEAN))
+    for page in dropped:
         residency.drop(page)
+    return len(dropped)
 
 
 def exported(llm: LLM, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Rows [tokens, layers, width] and index keys of a cached prefix."""
-    blocks = export_prefix(llm._runner.cache, token_ids)
-    rows, keys = zip(*blocks, strict=True)
+    rows, keys = zip(*export_prefix(llm._runner.cache, token_ids), strict=True)
     return np.concatenate(rows), np.concatenate(keys)
+
+
+def bring_in(llm: LLM, prefix: Prefix) -> None:
+    token_ids, rows, keys = prefix
+    with PrefixImport(llm._runner.cache, token_ids) as arriving:
+        arriving.write(rows, keys)
+        arriving.finish()
 
 
 def test_each_layer_keeps_its_own_rows(resident: LLM, spilling: LLM) -> None:
@@ -120,78 +144,58 @@ def test_each_layer_keeps_its_own_rows(resident: LLM, spilling: LLM) -> None:
     push_out(spilling)
     residency = spilling._runner.cache.residency
     gone = residency.pages_in(PageState.HOST)
-    assert len(gone) >= 14
-    assert sum(page != residency.host_place(page) for page in gone) > len(gone) // 2
-    (rows, keys), (expected_rows, expected_keys) = (
-        exported(llm, prompt) for llm in (spilling, resident)
-    )
+    assert len(gone) == 8
+    assert sum(page != residency.host_place(page) for page in gone) > 4
+    rows, keys = exported(spilling, prompt)
+    expected_rows, expected_keys = exported(resident, prompt)
     np.testing.assert_array_equal(rows, expected_rows)
     np.testing.assert_array_equal(keys, expected_keys)
     for one, other in itertools.combinations(range(rows.shape[1]), 2):
         assert (rows[:, one] != rows[:, other]).any(axis=-1).all()
 
 
-def test_engines_side_by_side(resident: LLM, spilling: LLM, two_devices: LLM) -> None:
-    """Engines of one process that share a pool, a lease or a compiled step's state."""
-    prompts = {spilling: tokens(1, 800), two_devices: tokens(2, 800), resident: tokens(3, 800)}
-    expected = answers(resident, list(prompts.values()), 30)
+def test_engines_side_by_side(resident: LLM, spilling: LLM) -> None:
+    """Engines of one process that share a pool, a lease or the state of a compiled step."""
+    prompts = [tokens(1, 800), tokens(2, 800)]
+    expected = answers(resident, prompts, 30)
     streams = [
         llm.generate_iter(prompts_of([prompt]), greedy(30), stream=True)
-        for llm, prompt in prompts.items()
+        for llm, prompt in zip((spilling, resident), prompts, strict=True)
     ]
-    for outputs in zip(*streams, strict=True):
-        pass
-    assert [output.outputs[0].token_ids for _, output in outputs] == expected
+    *_, last = zip(*streams, strict=True)
+    assert [output.outputs[0].token_ids for _, output in last] == expected
 
 
-@pytest.fixture(scope="module")
-def blocks(resident: LLM) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Prefixes with their rows and index keys, as another process would send them."""
-    prefixes = [tokens(seed, 300 + 20 * seed) for seed in range(10, 16)]
-    answers(resident, prefixes, 1)
-    return [(prefix, *exported(resident, prefix)) for prefix in prefixes]
-
-
-def test_imports_while_decoding(
-    resident: LLM, spilling: LLM, blocks: list[tuple[list[int], np.ndarray, np.ndarray]]
-) -> None:
+def test_imports_while_decoding(resident: LLM, spilling: LLM) -> None:
     """Imports into a store that is nearly full, between the steps of sequences that run: a launch
-    that fails, a page lost, a map not yet launched when the next step reads it."""
-    prompts = [tokens(20, 600), tokens(21, 500)]
+    that fails, a page lost, a map that the next step reads before it is launched."""
+    prefixes: list[Prefix] = []
+    for seed in range(10, 15):
+        token_ids = tokens(seed, 20 * seed + 50)
+        answers(resident, [token_ids], 1)
+        prefixes.append((token_ids, *exported(resident, token_ids)))
+    prompts, turns = [tokens(20, 480), tokens(21, 400)], itertools.count()
     expected = answers(resident, prompts, 60)
-    turns = itertools.cycle(blocks)
-    known = itertools.count()
-    imported: list[int] = []
-    refused = []
 
-    def bring_in() -> None:
-        prefix, rows, keys = next(turns)
-        try:
-            # Each time another first token: a prefix that is not known yet.
-            number = next(known)
-            with PrefixImport(spilling._runner.cache, [number, *prefix[1:]]) as arriving:
-                arriving.write(rows, keys)
-                arriving.finish()
-            imported.append(number)
-        except OutOfPagesError as error:
-            refused.append(error)
+    def bring_in_another() -> None:
+        turn = next(turns)
+        token_ids, rows, keys = prefixes[turn % len(prefixes)]
+        # Unknown to the cache by its first token.
+        bring_in(spilling, ([100 + turn, *token_ids[1:]], rows, keys))
 
-    assert watched(spilling, prompts, 60, bring_in) == expected
-    assert len(imported) > 20
-    assert not refused
-    for prefix, rows, keys in blocks:
-        with PrefixImport(spilling._runner.cache, prefix) as arriving:
-            arriving.write(rows, keys)
-            arriving.finish()
-        (output,) = spilling.generate(prompts_of([[*prefix, 7]]), greedy(8))
-        assert output.num_cached_tokens == len(prefix)
-        assert [output.outputs[0].token_ids] == answers(resident, [[*prefix, 7]], 8)
+    assert answers_between(spilling, prompts, 60, bring_in_another) == expected
+    for prefix in prefixes:
+        bring_in(spilling, prefix)
+        longer = [*prefix[0], 7]
+        (output,) = spilling.generate(prompts_of([longer]), greedy(8))
+        assert output.num_cached_tokens == len(prefix[0])
+        assert [output.outputs[0].token_ids] == answers(resident, [longer], 8)
 
 
 def test_a_full_pool_admits(resident: LLM, spilling: LLM) -> None:
-    """A request refused although all pages that hold others' rows could be given up."""
+    """A request refused although all pages, which hold others' rows, could be given up."""
     cache = spilling._runner.cache
-    answers(spilling, [tokens(seed, 600) for seed in range(30, 34)], 1)
+    answers(spilling, [tokens(seed, 600) for seed in range(30, 33)], 1)
     push_out(spilling)
     assert cache.pool.num_free <= 1
     assert cache.residency.num_free_host == 0
@@ -199,10 +203,11 @@ def test_a_full_pool_admits(resident: LLM, spilling: LLM) -> None:
     assert answers(spilling, prompts, 8) == answers(resident, prompts, 8)
 
 
-@pytest.mark.parametrize(("device_pages", "host_pages"), [(4, 0), (4, 2)])
-def test_a_prompt_that_takes_the_page_it_would_copy(device_pages: int, host_pages: int) -> None:
-    """A pool that the same prompt has filled before: the partly filled page at its end cannot be
-    both kept and replaced."""
+@pytest.mark.parametrize(("device_pages", "host_pages"), [(4, 0), (4, 3), (6, 2)])
+def test_a_pool_of_just_one_sequence(device_pages: int, host_pages: int) -> None:
+    """A prompt that has filled the pool before: the partly filled page at its end cannot be both
+    copied and kept. And steps for as many tokens as the device pages allow, from the middle of a
+    page on: places that run out."""
     geometry = kv_geometry(
         golden_config("tiny_f32"),
         row_kind="float32",
@@ -213,24 +218,27 @@ def test_a_prompt_that_takes_the_page_it_would_copy(device_pages: int, host_page
         max_model_len=4 * (device_pages + host_pages),
         max_sequences=1,
     )
-    cache = KVCache(geometry, make_mesh(), hidden_size=8, dtype=jnp.float32, most_step_rows=4)
-    prompt = tokens(40, 4 * geometry.num_pages - 1)
-    for found in (0, len(prompt) // 4 * 4):
+    rows = most_step_rows(geometry, 12)
+    assert rows == 4 * (device_pages - 3 if host_pages else 3)
+    cache = KVCache(geometry, make_mesh(), hidden_size=8, dtype=jnp.float32, most_step_rows=rows)
+    longest = tokens(40, 4 * geometry.num_pages - 1)
+    for prompt, found in ((longest[:7], 0), (longest, 7), (longest, len(longest) // 4 * 4)):
         assert cache.open(0, prompt, len(prompt)) == found
-        for start in range(found, len(prompt), 4):
-            chunk = prompt[start : start + 4]
+        for start in range(found, len(prompt), rows):
+            chunk = prompt[start : start + rows]
             cache.prepare({0: len(chunk)}, staging=True)
-            cache.advance(0, chunk, prompt_complete=start + 4 >= len(prompt))
+            cache.advance(0, chunk, prompt_complete=start + rows >= len(prompt))
+            cache.check_integrity()
         cache.close(0)
         cache.check_integrity()
 
 
 def test_rows_written_while_their_pages_leave(resident: LLM, spilling: LLM) -> None:
     """Rows of a decode step that a copy to the host missed, as it was made before they were
-    written or of a page that grew afterwards; the same when the sequence is continued."""
+    written, or of a page that grew afterwards; the same where the sequence is continued."""
     prompt = tokens(50, 100)
     (expected,) = answers(resident, [prompt], 300)
-    assert watched(spilling, [prompt], 300, lambda: push_out(spilling)) == [expected]
+    assert answers_between(spilling, [prompt], 300, lambda: push_out(spilling)) == [expected]
     push_out(spilling)
     known = [*prompt, *expected[:-1]]
     for found, wanted in zip(exported(spilling, known), exported(resident, known), strict=True):
@@ -243,38 +251,38 @@ def test_rows_written_while_their_pages_leave(resident: LLM, spilling: LLM) -> N
 
 def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None:
     """A compiled step that goes on reading a row where it lay in the step before."""
-    random = np.random.default_rng(0)
-    cache = spilling._runner.cache
-    moved = {"dropped": 0, "restored": 0, "released": 0}
+    random, moved = np.random.default_rng(0), {"dropped": 0, "restored": 0, "leases": 0}
+    residency = spilling._runner.cache.residency
 
     def move_pages() -> None:
         if random.random() < 0.5:
-            moved["dropped"] += len(cache.residency.droppable_in(PageState.CLEAN))
-            push_out(spilling)
+            moved["dropped"] += push_out(spilling)
         else:
-            for page in sorted(cache.residency.pages_in(PageState.HOST)):
-                if cache.residency.num_free_device > 2 and cache.pool.references(page):
-                    cache.residency.restore(page)
-                    moved["restored"] += 1
+            for page in sorted(residency.pages_in(PageState.HOST))[: residency.num_free_device]:
+                residency.restore(page)
+                moved["restored"] += 1
         if random.random() < 0.2:
-            moved["released"] += bool(cache.residency.hot_places(0))
-            cache.residency.release_hot(0)
+            for slot in range(2):
+                moved["leases"] += bool(residency.hot_places(slot))
+                residency.release_hot(slot)
 
     prompts = [tokens(60, 500), tokens(61, 400)]
-    expected = answers(resident, prompts, 100)
-    assert watched(spilling, prompts, 100, move_pages) == expected
+    expected = answers(resident, prompts, 80)
+    for prompt, answer in zip(prompts, expected, strict=True):
+        assert answers_between(spilling, [prompt], 80, move_pages) == [answer]
+    assert answers_between(spilling, prompts, 80, move_pages) == expected
     assert min(moved.values()) > 5, moved
-    assert spilling._runner._steps.decode._cache_size() == 1
+    compiled: Any = spilling._runner._steps.decode
+    assert compiled._cache_size() == 1
 
 
-def test_each_read_is_counted_once(resident: LLM, spilling: LLM, two_devices: LLM) -> None:
+def test_each_read_is_counted_once(resident: LLM, spilling: LLM) -> None:
     """Reads counted for another request or tier, twice, for padding, or without a host tier."""
-    prompts = [tokens(70, 700), tokens(71, 130), tokens(72, 20)]
-    for llm in (resident, spilling, two_devices):
+    prompts = [tokens(70, 900), tokens(71, 130), tokens(72, 20)]
+    for llm in (resident, spilling):
         geometry = llm._runner.geometry
-        for prompt, output in zip(
-            prompts, llm.generate(prompts_of(prompts), greedy(10)), strict=True
-        ):
+        outputs = llm.generate(prompts_of(prompts), greedy(10))
+        for prompt, output in zip(prompts, outputs, strict=True):
             counters, positions = output.cache_counters, range(len(prompt) + 9)
             assert counters.cached_tokens == 0
             selected = sum(min(llm.config.index_topk, position + 1) for position in positions)
@@ -283,39 +291,34 @@ def test_each_read_is_counted_once(resident: LLM, spilling: LLM, two_devices: LL
                 assert counters.resident_reads == away == 0
             else:
                 assert counters.resident_reads + away == geometry.num_index_layers * selected
-                assert (away > 0) == (len(prompt) > 600)
-                assert counters.cleaned_bytes == counters.cleaned_pages * geometry.page_bytes
+                assert away > 0 or len(prompt) < 900
+            assert counters.cleaned_bytes == counters.cleaned_pages * geometry.page_bytes
 
 
-def test_sizes(spilling: LLM, two_devices: LLM) -> None:
+def test_sizes(resident: LLM, spilling: LLM) -> None:
     """Pages counted a layer or a device too often or too seldom, or beyond what was allowed."""
-    for llm, device_pages, gib in ((spilling, 8, 0.0017), (two_devices, 4, 0.0019)):
-        geometry, store = llm._runner.geometry, llm._runner.cache.store
-        assert store.host is not None
-        assert geometry.device_pages == device_pages
-        row_bytes = 4 * (llm.config.kv_lora_rank + llm.config.qk_rope_head_dim)
-        page_bytes = llm.config.num_hidden_layers * geometry.rows_per_page * row_bytes
-        assert store.slab.nbytes == device_pages * page_bytes
-        assert store.host.slab.nbytes == int(gib * 2**30) // page_bytes * page_bytes
-        assert len(store.device_page) == geometry.num_pages
+    config, kept, store = (
+        spilling.config,
+        resident._runner.cache.store,
+        spilling._runner.cache.store,
+    )
+    row_bytes = 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
+    page_bytes = config.num_hidden_layers * PAGE * row_bytes
+    assert kept.slab.nbytes == 2 * LONGEST // PAGE * page_bytes
+    assert kept.host is None
+    assert store.slab.nbytes == 6 * page_bytes
+    assert store.host is not None
+    assert store.host.slab.nbytes == int(0.00125 * 2**30) // page_bytes * page_bytes
 
 
-def test_long_answers_on_two_devices(resident: LLM, two_devices: LLM) -> None:
+def test_long_answer_on_two_devices(resident: LLM, spilling: LLM) -> None:
     """A decode that fails after some number of steps; a device that waits for the other, which
-    misses other rows; a place on one device taken for one on the other."""
-    prompts = [tokens(80, 700)]
-    assert answers(two_devices, prompts, 150) == answers(resident, prompts, 150)
-    counters = two_devices.cache_counters
+    misses other rows; a row of one device taken for one of the other."""
+    prompt = tokens(80, 850)
+    (output,) = spilling.generate(prompts_of([prompt]), greedy(120))
+    assert [output.outputs[0].token_ids] == answers(resident, [prompt], 120)
+    counters = output.cache_counters
     assert min(counters.hot_reads, counters.staged_reads, counters.host_reads) > 0
-
-
-def test_steps_that_the_device_pages_allow(resident: LLM, two_devices: LLM) -> None:
-    """A prefill step for more tokens than have room on the devices."""
-    llm = engine(device_pages=4, host_memory_gib=0.0017, max_num_batched_tokens=512)
-    assert llm._runner.cache._most_step_rows == ROWS
-    assert two_devices._runner.cache._most_step_rows == 2 * ROWS
-    prompts = [tokens(90, LONGEST - 4)]
-    assert answers(two_devices, prompts, 4) == answers(resident, prompts, 4)
 
 
 def test_deleting_an_engine() -> None:
@@ -340,8 +343,8 @@ def test_requests_one_after_another(resident: LLM, spilling: LLM) -> None:
     random = np.random.default_rng(1)
     families = [tokens(seed, LONGEST) for seed in range(110, 114)]
     prompts = [
-        [*families[random.integers(4)][: random.integers(1, 500)], *tokens(200 + turn, 60)]
-        for turn in range(60)
+        [*families[random.integers(4)][: random.integers(1, 600)], *tokens(200 + turn, 60)]
+        for turn in range(50)
     ]
     expected = answers(resident, prompts, 4)
     cache, cached = spilling._runner.cache, 0
@@ -351,7 +354,7 @@ def test_requests_one_after_another(resident: LLM, spilling: LLM) -> None:
         cached += output.num_cached_tokens
         assert_idle(spilling)
     pages = sum(cache.geometry.pages_for(len(prompt)) for prompt in prompts)
-    assert pages > 8 * cache.geometry.num_pages
+    assert pages > 10 * cache.geometry.num_pages
     assert cached > 0
 
 
@@ -359,13 +362,13 @@ def test_long_requests_at_once(
     resident: LLM, spilling: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that keep each other from finishing, are computed again and again, or answer
-    otherwise than alone: each alone is longer than the device's part of the pool."""
-    prompts = [tokens(seed, 560 + 20 * (seed - 120)) for seed in range(120, 128)]
+    otherwise than alone: any two are longer than the device's part of the pool."""
+    prompts = [tokens(seed, 580 + 20 * (seed - 120)) for seed in range(120, 126)]
     expected = [answers(resident, [prompt], 40)[0] for prompt in prompts]
     computed = []
     append = ModelRunner._append
 
-    def counting(self: ModelRunner, slot: int, token_ids: list[int], *args, **kwargs):
+    def counting(self: ModelRunner, slot: int, token_ids: list[int], *args: Any, **kwargs: Any):
         computed.append(len(token_ids))
         return append(self, slot, token_ids, *args, **kwargs)
 
@@ -375,25 +378,25 @@ def test_long_requests_at_once(
 
 
 def test_requests_given_up(resident: LLM, spilling: LLM) -> None:
-    """Pages, leases or pins that a request keeps which its caller no longer wants."""
-    cache = spilling._runner.cache
+    """Pages, leases or pins kept for a request that its caller no longer wants."""
+    residency = spilling._runner.cache.residency
     prompts = [tokens(seed, 600) for seed in range(130, 133)]
-    for steps in range(1, 8):
-        running: Iterator = spilling.generate_iter(prompts_of(prompts), greedy(40), stream=True)
-        for _ in itertools.islice(running, steps):
-            push_out(spilling)
-        running.close()  # pyright: ignore[reportAttributeAccessIssue]
+    for steps in (1, 2, 5):
+        outputs = spilling.generate_iter(prompts_of(prompts), greedy(40), stream=True)
+        with contextlib.closing(outputs) as running:  # pyright: ignore[reportArgumentType]
+            for _ in itertools.islice(running, steps):
+                push_out(spilling)
         assert_idle(spilling)
-        assert not any(cache.residency.hot_places(slot) for slot in range(3))
+        assert not any(residency.hot_places(slot) for slot in range(2))
     assert answers(spilling, prompts, 8) == answers(resident, prompts, 8)
 
 
 def test_prompts_as_long_as_something_else(resident: LLM, spilling: LLM) -> None:
     """A length that equals or exceeds the hot rows, a selection, a page, the device's pages or the
     longest sequence: a hang, a refusal or an off-by-one."""
-    sizes = (24, 32, ROWS, 8 * ROWS)
+    sizes = (24, 32, PAGE, 6 * PAGE)
     lengths = [1, *(size + more for size in sizes for more in (-1, 0, 1)), LONGEST - 4]
-    prompts = [tokens(140 + length, length) for length in lengths]
+    prompts = [tokens(140 + place, length) for place, length in enumerate(lengths)]
     assert answers(spilling, prompts, 4) == answers(resident, prompts, 4)
     with pytest.raises(ValueError, match="max_model_len 1024"):
         spilling.generate(prompts_of([tokens(0, LONGEST)]), greedy(1))
@@ -402,16 +405,15 @@ def test_prompts_as_long_as_something_else(resident: LLM, spilling: LLM) -> None
 def test_prompts_on_a_prefix_in_host_memory(resident: LLM, spilling: LLM) -> None:
     """A prefill that reads a staged page of the chunk, layer or sequence before, or the page that
     a decode step between two of its prompts has put there."""
-    prefix = tokens(150, 510)
-    prompts = [[*prefix, *tokens(seed, count)] for seed, count in ((151, 150), (152, 70), (153, 1))]
+    prefix = tokens(170, 510)
+    prompts = [[*prefix, *tokens(seed, count)] for seed, count in ((171, 250), (172, 70), (173, 1))]
     expected = answers(resident, prompts, 40)
     answers(spilling, [prefix], 1)
     push_out(spilling)
     outputs = spilling.generate(prompts_of(prompts), greedy(40))
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    for output in outputs:
-        assert output.num_cached_tokens >= 509
-    assert min(output.cache_counters.staged_reads for output in outputs) > 0
+    assert min(output.num_cached_tokens for output in outputs) >= 509
+    assert sum(output.cache_counters.staged_reads for output in outputs) > 0
 
 
 @pytest.mark.parametrize(
@@ -419,10 +421,10 @@ def test_prompts_on_a_prefix_in_host_memory(resident: LLM, spilling: LLM) -> Non
     [
         ({"kv_policy": "resident", "hot_rows": 64}, "hot_rows 64.*'resident'"),
         ({"kv_policy": "resident", "host_memory_gib": 1.0}, "host_memory_gib 1.0.*'resident'"),
-        ({"device_pages": 8, "hot_rows": 6 * ROWS}, "hot_rows 384 takes 6 pages.*device_pages 8"),
+        ({"device_pages": 8, "hot_rows": 6 * 64}, "hot_rows 384 takes 6 pages.*device_pages 8"),
     ],
 )
 def test_options_without_effect(options: dict[str, Any], message: str) -> None:
     """An option that is taken and then not honoured."""
     with pytest.raises(ValueError, match=message):
-        LLM(MODEL, max_model_len=LONGEST, max_num_seqs=3, **options)
+        LLM(MODEL, max_model_len=LONGEST, **options)
