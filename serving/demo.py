@@ -1,4 +1,4 @@
-"""What `make demo` runs: facts planted in 8K tokens, asked of a store with room for a tenth of them."""
+"""What `make demo` runs: facts planted in 8K tokens, on a device that holds a tenth of them."""
 
 import json
 import time
