@@ -448,7 +448,7 @@ class KVCache:
             entries = np.full((size, 3), -1, np.int32)
             some, self._new_pages = self._new_pages[:size], self._new_pages[size:]
             entries[: len(some)] = some
-            self.sequences = set_pages(self.sequences, jnp.asarray(entries))
+            self.sequences = set_pages(self.sequences, entries)
 
     def _launch_leases(self) -> None:
         geometry, changed = self.geometry, self.residency.changed_leases

@@ -1,44 +1,54 @@
 """Pages in the order in which the policy takes them: by heat."""
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float, Float32, Int
 
 from kvcache.page_states import PageState, PageStates
 
 Order = tuple[float, int, int]
+Keys = Callable[[Int[np.ndarray, " pages"]], Float[np.ndarray, " pages"]]
+
+_BUILT = 512  # pages that a queue is built with, unless more are equally hot
 
 
 class PageQueue:
     """The pages that qualify for something, lowest order first.
 
-    Built when first asked for a page after `invalidate`, at a cost of all pages that qualify. From
-    then on `push` and `first` take O(log n): a page that no longer qualifies, or whose order has
-    grown, is noticed when it comes first. One whose order has shrunk keeps its turn until the
+    Built when first asked for a page after `invalidate`, of the pages of lowest heat, or highest,
+    and again once those are used up: a pass over all pages in numpy, and Python for some hundreds.
+    From then on `push` and `first` take O(log n): a page that no longer qualifies, or whose order
+    has grown, is noticed when it comes first. One whose order has shrunk keeps its turn until the
     queue is built anew.
     """
 
     def __init__(
         self,
-        pages: Callable[[], Iterable[int]],
+        pages: Callable[[], Sequence[AbstractSet[int]]],
         qualifies: Callable[[int], bool],
         order: Callable[[int], Order],
+        keys: Keys,
     ) -> None:
         """A queue that is not built yet.
 
         Args:
-            pages: pages among which to look for those that qualify.
+            pages: sets of pages among which to look for those that qualify.
             qualifies: whether a page belongs into the queue now.
             order: a page's order now; no two pages have the same.
+            keys: first numbers of the orders of pages.
         """
         self._pages = pages
         self._qualifies = qualifies
         self._order = order
+        self._keys = keys
         self._heap: list[tuple[Order, int]] | None = None
         self._queued: set[int] = set()  # pages of the heap, once each
+        self._bound = math.inf  # pages beyond it may be missing
 
     def invalidate(self) -> None:
         """Forgets all orders, after they have changed at large."""
@@ -47,8 +57,13 @@ class PageQueue:
 
     def first(self) -> int | None:
         """The page of lowest order, or None. It stays queued as long as it qualifies."""
-        heap = self._build() if self._heap is None else self._heap
-        while heap:
+        heap = self._build(_BUILT) if self._heap is None else self._heap
+        while True:
+            if not heap or heap[0][0][0] > self._bound:
+                if self._bound == math.inf:
+                    return None
+                heap = self._build(_BUILT) or self._build(None)
+                continue
             order, page = heap[0]
             if not self._qualifies(page):
                 heapq.heappop(heap)
@@ -57,7 +72,6 @@ class PageQueue:
                 heapq.heapreplace(heap, (grown, page))
             else:
                 return page
-        return None
 
     def push(self, page: int) -> None:
         """Queues a page if it has come to qualify."""
@@ -66,8 +80,15 @@ class PageQueue:
         self._queued.add(page)
         heapq.heappush(self._heap, (self._order(page), page))
 
-    def _build(self) -> list[tuple[Order, int]]:
-        heap = [(self._order(page), page) for page in self._pages() if self._qualifies(page)]
+    def _build(self, most: int | None) -> list[tuple[Order, int]]:
+        sets = self._pages()
+        pages = np.fromiter(itertools.chain(*sets), np.int64, sum(map(len, sets)))
+        self._bound = math.inf
+        if most is not None and len(pages) > most:
+            keys = self._keys(pages)
+            self._bound = float(np.partition(keys, most)[most])
+            pages = pages[keys <= self._bound]
+        heap = [(self._order(page), page) for page in pages.tolist() if self._qualifies(page)]
         heapq.heapify(heap)
         self._heap = heap
         self._queued = {page for _, page in heap}
@@ -95,25 +116,31 @@ class Victims:
             states: the account of the pages.
             is_referenced: whether a sequence holds a page.
         """
-        self._heat = [0.0] * states.num_pages
+        self._heat = np.zeros(states.num_pages, np.float32)
         self._touched = [0] * states.num_pages  # when the page was started or sealed
         self._clock = 0
 
         def loss(page: int) -> Order:
-            return self._heat[page], int(is_referenced(page)), self._touched[page]
+            return self._heat.item(page), int(is_referenced(page)), self._touched[page]
 
         def hottest(page: int) -> Order:
-            return -self._heat[page], 0, -self._touched[page]
+            return -self._heat.item(page), 0, -self._touched[page]
 
         def is_missed(page: int) -> bool:
-            return page in host and self._heat[page] > 0 and is_referenced(page)
+            return page in host and self._heat.item(page) > 0 and is_referenced(page)
+
+        def heat(pages: Int[np.ndarray, " pages"]) -> Float[np.ndarray, " pages"]:
+            return self._heat[pages]
+
+        def coldness(pages: Int[np.ndarray, " pages"]) -> Float[np.ndarray, " pages"]:
+            return -self._heat[pages]
 
         clean, dirty = map(states.droppable_in, (PageState.CLEAN, PageState.DIRTY))
-        self.coldest = PageQueue(lambda: clean | dirty, states.is_droppable, loss)
-        self.coldest_dirty = PageQueue(lambda: dirty, dirty.__contains__, loss)
+        self.coldest = PageQueue(lambda: (clean, dirty), states.is_droppable, loss, heat)
+        self.coldest_dirty = PageQueue(lambda: (dirty,), dirty.__contains__, loss, heat)
         copied, host = map(states.pages_in, (PageState.CLEAN, PageState.HOST))
-        self.hottest_clean = PageQueue(lambda: copied, copied.__contains__, hottest)
-        self.hottest_host = PageQueue(lambda: host, is_missed, hottest)
+        self.hottest_clean = PageQueue(lambda: (copied,), copied.__contains__, hottest, coldness)
+        self.hottest_host = PageQueue(lambda: (host,), is_missed, hottest, coldness)
         self._queues = (self.coldest, self.coldest_dirty, self.hottest_clean, self.hottest_host)
 
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:
@@ -124,7 +151,7 @@ class Victims:
         """
         if len(heat) != len(self._heat):
             raise ValueError(f"heat has {len(heat)} pages, there are {len(self._heat)}")
-        self._heat = heat.tolist()
+        self._heat = heat.copy()
         for queue in self._queues:
             queue.invalidate()
 
