@@ -10,7 +10,6 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from glm53.checkpoint.source import load_checkpoint, read_config
-from glm53.fingerprint import model_fingerprint
 from glm53.kv_geometry import kv_geometry
 from glm53.model import abstract_model
 from glm53.sharding import make_mesh
@@ -155,7 +154,7 @@ class LLM:
             device_pages=geometry.device_pages,
             host_pages=geometry.host_pages,
         )
-        self._transfer = PrefixTransfer(self._runner, model_fingerprint(self.config, params))
+        self._transfer = PrefixTransfer(self._runner)
         self._request_numbers = itertools.count()
 
     @property

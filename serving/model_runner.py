@@ -33,6 +33,8 @@ class ModelRunner:
         decode_token: gives a token's text, or None without a tokenizer.
 
     Attributes:
+        config: the model.
+        params: its parameters.
         geometry: sizes of the store.
         cache: the sequences' pages.
     """
@@ -48,7 +50,7 @@ class ModelRunner:
         decode_token: Callable[[int], str] | None,
     ) -> None:
         self.config, self.geometry = config, geometry
-        self._params, self._mesh, self._buckets = params, mesh, buckets
+        self.params, self._mesh, self._buckets = params, mesh, buckets
         self._decode_token = decode_token
         self._steps = Steps(config, geometry, mesh, graph, params)
         self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
@@ -145,7 +147,7 @@ class ModelRunner:
             jnp.asarray(padded),
         )
         output, self.cache.store, self.cache.sequences = self._steps.prefill(
-            self._params,
+            self.params,
             self.cache.store,
             self.cache.sequences,
             batch,
@@ -162,7 +164,7 @@ class ModelRunner:
         slots[: len(sequences)] = list(sequences)
         self.cache.prepare(dict.fromkeys(sequences, 1))
         output, self.cache.store, self.cache.sequences = self._steps.decode(
-            self._params,
+            self.params,
             self.cache.store,
             self.cache.sequences,
             jnp.asarray(slots),

@@ -1,10 +1,12 @@
 """Prefix files into and out of the cache of a model runner."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from glm53.fingerprint import model_fingerprint
 from kvcache.prefix_description import PrefixDescription
 from kvcache.prefix_file import PrefixFileError, PrefixReader, write_prefix
 from kvcache.prefix_transfer import PrefixImport, export_prefix
@@ -15,18 +17,20 @@ class PrefixTransfer:
     """Writes and reads prefix files.
 
     Args:
-        runner: has the cache.
-        model: fingerprint of the model.
+        runner: has the cache and the model.
     """
 
-    def __init__(self, runner: ModelRunner, model: str) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        geometry, config = runner.geometry, runner.config
-        self._description = PrefixDescription(
-            model=model,
+
+    @functools.cached_property
+    def _description(self) -> PrefixDescription:
+        runner, geometry = self._runner, self._runner.geometry
+        return PrefixDescription(
+            model=model_fingerprint(runner.config, runner.params),
             num_layers=geometry.num_layers,
             num_index_layers=geometry.num_index_layers,
-            num_mtp_layers=geometry.num_layers - config.num_hidden_layers,
+            num_mtp_layers=geometry.num_layers - runner.config.num_hidden_layers,
             row_format=geometry.row_format,
             index_row_format=geometry.index_row_format,
         )

@@ -13,7 +13,7 @@ from kvcache.prefix_transfer import PrefixImport
 from tests.support import GOLDEN, golden_arrays
 
 MODEL = GOLDEN / "tiny_f32"
-OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
