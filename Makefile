@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format lock clean
+.PHONY: help setup demo test test-slow lint types format lock clean
 
 BIN := .venv/bin
 # Two processes, since compiling a step takes one core; a file's tests share what they compiled.
@@ -7,7 +7,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make or refresh .venv
 	@scripts/setup.sh
@@ -17,6 +17,9 @@ demo: setup ## run the demonstration on the CPU
 
 test: setup ## run the tests (PYTEST_ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: setup ## run the tests that take minutes each
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 lint: setup ## check style and formatting
 	$(BIN)/ruff check

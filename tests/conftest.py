@@ -28,8 +28,6 @@ _SLOWEST = (
     "glm53/test_golden.py",
     "glm53/test_residency_invariance.py",
     "glm53/test_bitwise.py",
-    "serving/test_long_context.py",
-    "serving/test_known_failures.py",
     "test_docs.py",
     "serving/test_llm.py",
     "glm53/test_needles.py",

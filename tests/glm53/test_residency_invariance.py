@@ -400,7 +400,13 @@ HAPPENS = (
 
 
 @pytest.mark.parametrize(
-    ("row_kind", "num_devices"), [("float32", 1), ("float32", 2), ("bfloat16", 1), ("fp8", 2)]
+    ("row_kind", "num_devices"),
+    [
+        ("float32", 1),
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+        ("bfloat16", 1),
+        ("fp8", 2),
+    ],
 )
 def test_residency_changes_no_bit(row_kind: RowKind, num_devices: int) -> None:
     """A stale or misplaced row, an order that depends on the tier, a page mapped too late."""

@@ -27,6 +27,7 @@ from serving.model_runner import ModelRunner
 from serving.store_options import most_step_rows
 from tests.support import GOLDEN, golden_config
 
+pytestmark = pytest.mark.slow
 MODEL = GOLDEN / "tiny_f32"
 LONGEST = 1024
 PAGE = 128  # rows, and the most that a prefill step computes

@@ -13,6 +13,7 @@ from kvcache.prefix_transfer import PrefixImport
 from serving.buckets import Buckets
 from serving.engine_options import model_path
 
+pytestmark = pytest.mark.slow
 LONGEST = 131_072
 NEW_TOKENS = 8
 STEP_ROWS = 192
