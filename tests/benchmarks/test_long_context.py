@@ -57,6 +57,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_context, "_BLOCK", 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [decode, prefill])
 def test_few_pages_give_the_same_tokens(llms: dict[str, MeasuredLLM], work) -> None:
     """Rows that get lost on their way, or a comparison that keeps all pages on the device."""

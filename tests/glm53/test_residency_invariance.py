@@ -404,7 +404,7 @@ HAPPENS = (
     [
         ("float32", 1),
         pytest.param("float32", 2, marks=pytest.mark.slow),
-        ("bfloat16", 1),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
         ("fp8", 2),
     ],
 )
