@@ -3,7 +3,8 @@
 Sequences of one length decode in a cache whose device holds a tenth of their pages. Whatever the
 cache would launch on the device but the block tables is left out, and observations read random
 counts instead: what is timed is `KVCache.prepare` and `advance`, and, apart, the steps that observe
-(every 32nd), and opening and closing a sequence whose pages are cached, as between turns. Times are
+(every 32nd), and opening and closing a sequence whose pages are cached, as between turns. It starts
+when the sequences have their hot rows and the policy its reserve of clean pages. Times are
 processor times of the thread, which other work on the machine does not stretch.
 
 usage: python benchmarks/page_policy.py [--repeats STEPS] [--json FILE]
@@ -31,6 +32,7 @@ TURNS = 3
 DEVICE_SHARE = 10  # one page in so many lies on the device
 HOT_SHARE = 0.3  # of the device pages, for hot rows: all are in use then, and pages must go
 STEPS_BETWEEN_OBSERVATIONS = 32
+WARM_UP_STEPS = 2 * STEPS_BETWEEN_OBSERVATIONS
 _VOCABULARY = 256  # Python shares ints below it, which keeps the prompts small
 _SELECTIONS = 2048  # of a sequence, between two observations
 _STEP_ROWS = 64
@@ -90,7 +92,7 @@ class PolicyBench:
     Args:
         context: tokens of each sequence.
         num_sequences: how many.
-        num_steps: decode steps that they have room for.
+        num_steps: decode steps that they have room for, beside those to warm up.
 
     Attributes:
         cache: the cache.
@@ -98,6 +100,7 @@ class PolicyBench:
     """
 
     def __init__(self, context: int, num_sequences: int, num_steps: int) -> None:
+        num_steps += WARM_UP_STEPS
         self._geometry = _geometry(context + num_steps + TURNS, num_sequences)
         self.cache = KVCache(
             self._geometry,
@@ -121,6 +124,10 @@ class PolicyBench:
             self._open(slot, tokens)
             if slot < TURNS:
                 self._tokens.append(tokens)
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        while self.cache.residency.clean_ahead(self._geometry.device_pages):
+            self.cache.moves.flush()
 
     @property
     def num_observations(self) -> int:

@@ -169,9 +169,8 @@ class Steps:
             offsets = jnp.arange(batch.token_ids.shape[1])
             previous = jnp.minimum(offsets, batch.num_rows[:, None])
             before = jnp.take_along_axis(states, previous[..., None], axis=1)
-            mtp_rows = dataclasses.replace(
-                rows, positions=jnp.where(rows.positions > 0, rows.positions, -1)
-            )
+            known = sequences.hidden_known[slots][:, None] | (offsets > 0)
+            mtp_rows = dataclasses.replace(rows, positions=jnp.where(known, rows.positions, -1))
             mtp = MTPLayer(model, self.config, self.geometry, mtp_rows)
             _, store, _ = mtp.run(store, batch.token_ids.reshape(-1), before.reshape(flat.shape))
         last = jnp.maximum(batch.num_rows - 1, 0)[:, None, None]
@@ -189,6 +188,7 @@ class Steps:
             length=sequences.length.at[target].add(batch.num_rows, mode="drop"),
             last_token=sequences.last_token.at[target].set(next_token, mode="drop"),
             last_hidden=sequences.last_hidden.at[target].set(last_hidden, mode="drop"),
+            hidden_known=sequences.hidden_known.at[target].set(True, mode="drop"),
         )
         return StepOutput(next_token, logits, traced), store, sequences
 

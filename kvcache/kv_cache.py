@@ -147,6 +147,7 @@ class KVCache:
         most_tokens: int,
         *,
         use_prefix: bool = True,
+        with_hidden: bool = False,
     ) -> int:
         """Starts a sequence in a free slot.
 
@@ -156,9 +157,12 @@ class KVCache:
             most_tokens: most tokens that it may come to have rows for.
             use_prefix: continue cached pages that hold the beginning of the prompt, and cache the
                 sequence's own.
+            with_hidden: the steps continue from the hidden state of the last token, which is not
+                cached: that token is computed again.
 
         Returns:
-            Tokens of the prompt whose rows were found, at most all but the last.
+            Tokens of the prompt whose rows were found and are not computed again, at most all but
+            the last.
 
         Raises:
             OutOfPagesError: too few pages, or places on the device, are free. Nothing has changed.
@@ -166,6 +170,8 @@ class KVCache:
         found = PrefixMatch()
         if use_prefix:
             found = self.index.match(token_ids, len(token_ids) - 1)
+            if with_hidden:
+                found = found.cut_short(self.geometry.rows_per_page)
         most_pages = self.geometry.pages_for(most_tokens)
         try:
             self._check_room(len(token_ids), most_pages, found)
@@ -173,7 +179,8 @@ class KVCache:
             if found.partial is None:
                 raise
             # The page that it would copy may be the one that it needs.
-            found = self.index.match(token_ids, len(found.pages) * self.geometry.rows_per_page)
+            whole = 0 if with_hidden else len(found.pages) * self.geometry.rows_per_page
+            found = self.index.match(token_ids, whole)
             self._check_room(len(token_ids), most_pages, found)
         self.tick()
         publication = self.index.acquire(found, self._clock)

@@ -2,12 +2,14 @@
 
 import enum
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
+
+import numpy as np
+from jaxtyping import Int
 
 NO_PLACE = -1
 
 
-class PageState(enum.Enum):
+class PageState(enum.IntEnum):
     """What a page is.
 
     FREE: the id is unused. TAIL: being written, on the device. DIRTY: sealed (its confirmed rows
@@ -15,14 +17,16 @@ class PageState(enum.Enum):
     sealed, only on the host. IMPORTING: its rows are being loaded, on the device or the host.
     """
 
-    FREE = enum.auto()
-    TAIL = enum.auto()
-    DIRTY = enum.auto()
-    CLEAN = enum.auto()
-    HOST = enum.auto()
-    IMPORTING = enum.auto()
+    FREE = 0
+    TAIL = 1
+    DIRTY = 2
+    CLEAN = 3
+    HOST = 4
+    IMPORTING = 5
 
 
+_STATES = tuple(PageState)
+_PINNED = 8  # added to the state of a pinned page
 _USED = frozenset(PageState) - {PageState.FREE}
 
 # The states in which each operation is allowed.
@@ -73,21 +77,18 @@ class PageStates:
         # The next place is the last.
         self._free_device = list(range(device_pages))
         self._free_host = [*range(middle - 1, -1, -1), *range(host_pages - 1, middle - 1, -1)]
-        self._state = [PageState.FREE] * num_pages
+        # A byte a page, its state and whether it is pinned: numpy searches all of them at once.
+        self._codes = bytearray(num_pages)
+        self._counts = [0] * 2 * _PINNED  # pages by code
+        self._counts[PageState.FREE] = num_pages
         self._device_place = [NO_PLACE] * num_pages
         self._host_place = [NO_PLACE] * num_pages
         self._pins: dict[int, int] = {}
-        self._pages: dict[PageState, set[int]] = {state: set() for state in PageState}
-        self._pages[PageState.FREE].update(range(num_pages))
-        self._droppable: dict[PageState, set[int]] = {
-            PageState.CLEAN: set(),
-            PageState.DIRTY: set(),
-        }
 
     @property
     def num_pages(self) -> int:
         """Page ids."""
-        return len(self._state)
+        return len(self._codes)
 
     @property
     def num_free_device(self) -> int:
@@ -102,7 +103,7 @@ class PageStates:
     @property
     def num_droppable(self) -> int:
         """Pages that are sealed, on the device and not pinned."""
-        return sum(map(len, self._droppable.values()))
+        return self._counts[PageState.CLEAN] + self._counts[PageState.DIRTY]
 
     @property
     def room(self) -> int:
@@ -112,7 +113,7 @@ class PageStates:
 
     def state(self, page: int) -> PageState:
         """State of a page."""
-        return self._state[page]
+        return _STATES[self._codes[page] % _PINNED]
 
     def device_place(self, page: int) -> int:
         """The page's place in the device slab, or -1."""
@@ -124,19 +125,23 @@ class PageStates:
 
     def count(self, state: PageState) -> int:
         """Number of pages in a state."""
-        return len(self._pages[state])
+        return self._counts[state] + self._counts[state + _PINNED]
 
-    def pages_in(self, state: PageState) -> AbstractSet[int]:
-        """The pages in a state: a view, which changes with them."""
-        return self._pages[state]
+    def pages_in(self, state: PageState) -> Int[np.ndarray, " pages"]:
+        """The pages in a state, ascending."""
+        return self._with_codes(state, state + _PINNED)
 
-    def droppable_in(self, state: PageState) -> AbstractSet[int]:
-        """The droppable pages that are CLEAN, or DIRTY: a view likewise."""
-        return self._droppable[state]
+    def num_droppable_in(self, state: PageState) -> int:
+        """How many droppable pages are CLEAN, or DIRTY."""
+        return self._counts[state]
+
+    def droppable_in(self, *states: PageState) -> Int[np.ndarray, " pages"]:
+        """The droppable pages that are CLEAN, or DIRTY, or either, ascending."""
+        return self._with_codes(*states)
 
     def is_droppable(self, page: int) -> bool:
         """Whether the page is sealed, on the device and not pinned."""
-        return page in self._droppable.get(self._state[page], ())
+        return self._codes[page] in (PageState.CLEAN, PageState.DIRTY)
 
     def pin(self, page: int) -> None:
         """Adds a pin to a page.
@@ -146,7 +151,7 @@ class PageStates:
         """
         self._check(page, "pin")
         self._pins[page] = self._pins.get(page, 0) + 1
-        self._find_droppable(page)
+        self._recode(page, self.state(page))
 
     def unpin(self, page: int) -> None:
         """Takes a pin away.
@@ -159,7 +164,7 @@ class PageStates:
         self._pins[page] -= 1
         if not self._pins[page]:
             del self._pins[page]
-        self._find_droppable(page)
+            self._recode(page, self.state(page))
 
     def _check(self, page: int, operation: str) -> None:
         """Checks that an operation of `ALLOWED` may be done to a page.
@@ -168,9 +173,9 @@ class PageStates:
             ValueError: there is no such page, its state does not allow it, or it is pinned and
                 would leave the device or be forgotten.
         """
-        if not 0 <= page < len(self._state):
-            raise ValueError(f"page {page} is not in 0 to {len(self._state) - 1}")
-        state = self._state[page]
+        if not 0 <= page < self.num_pages:
+            raise ValueError(f"page {page} is not in 0 to {self.num_pages - 1}")
+        state = self.state(page)
         if state not in ALLOWED[operation]:
             raise ValueError(f"cannot {operation} page {page}: it is {state.name}")
         if operation in ("drop", "forget") and page in self._pins:
@@ -186,19 +191,19 @@ class PageStates:
             self._free_device.append(old_device)
         if old_host not in (host_place, NO_PLACE):
             self._free_host.append(old_host)
-        self._pages[self._state[page]].remove(page)
-        self._pages[state].add(page)
-        self._state[page] = state
         self._device_place[page], self._host_place[page] = device_place, host_place
-        self._find_droppable(page)
+        self._recode(page, state)
         return (old_device, old_host) != (device_place, host_place)
 
-    def _find_droppable(self, page: int) -> None:
-        for state, pages in self._droppable.items():
-            if self._state[page] is state and page not in self._pins:
-                pages.add(page)
-            else:
-                pages.discard(page)
+    def _with_codes(self, *wanted: int) -> Int[np.ndarray, " pages"]:
+        codes = np.frombuffer(self._codes, np.uint8)
+        return np.flatnonzero(np.logical_or.reduce([codes == code for code in wanted]))
+
+    def _recode(self, page: int, state: PageState) -> None:
+        code = state + _PINNED * (page in self._pins)
+        self._counts[self._codes[page]] -= 1
+        self._counts[code] += 1
+        self._codes[page] = code
 
     def _check_places(self, leased: list[int]) -> None:
         """Proves that every place is free, leased or one page's, and that states agree with places.
@@ -212,13 +217,13 @@ class PageStates:
         host = [place for place in self._host_place if place != NO_PLACE]
         places = sorted(self._free_host + host)
         assert places == list(range(self._host_pages)), f"host places lost or doubled: {places}"
-        for page, state in enumerate(self._state):
+        for page, code in enumerate(self._codes):
+            state = self.state(page)
             tiers = self._device_place[page] != NO_PLACE, self._host_place[page] != NO_PLACE
             assert tiers in _TIERS[state], f"page {page} is {state.name}, but in tiers {tiers}"
-            listed = [other for other, pages in self._pages.items() if page in pages]
-            assert listed == [state], f"page {page} is {state.name}, but listed as {listed}"
-            listed = [other for other, pages in self._droppable.items() if page in pages]
-            droppable = state in self._droppable and page not in self._pins
-            assert listed == [state] * droppable, f"page {page} is {state.name}, drops as {listed}"
+            marked = bool(code & _PINNED)
+            assert marked == (page in self._pins), f"page {page} is marked as pinned: {marked}"
         for page, pins in self._pins.items():
-            assert pins > 0 and self._state[page] in _USED, f"page {page} has {pins} pins"
+            assert pins > 0 and self.state(page) in _USED, f"page {page} has {pins} pins"
+        counts = [self._codes.count(code) for code in range(2 * _PINNED)]
+        assert self._counts == counts, f"pages counted by code: {self._counts}, are {counts}"

@@ -64,6 +64,20 @@ class PrefixMatch:
     num_tokens: int = 0
     _entries: tuple[Entry, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
+    def cut_short(self, rows_per_page: int) -> "PrefixMatch":
+        """The match less its last token, so that this one is computed again, on a copied page.
+
+        Less one more where the last token starts a page, of which there would be nothing to copy.
+        """
+        num_tokens = max(self.num_tokens - 1, 0)
+        if num_tokens % rows_per_page == 0:
+            num_tokens = max(num_tokens - 1, 0)
+        num_pages, rows = divmod(num_tokens, rows_per_page)
+        if rows == 0:
+            return PrefixMatch()
+        entries = self._entries[: num_pages + 1]
+        return PrefixMatch(self.pages[:num_pages], (entries[-1].page, rows), num_tokens, entries)
+
 
 class Publication:
     """How far a sequence's pages are known to the index. Made by `PrefixIndex.acquire`."""

@@ -315,7 +315,7 @@ class Residency(PageStates):
         cleaned = 0
         while cleaned < limit and self._free_host and self.num_free_device < self._watermark:
             page = self._victims.coldest_dirty.first()
-            reserve = self.num_free_device + len(self._droppable[PageState.CLEAN])
+            reserve = self.num_free_device + self.num_droppable_in(PageState.CLEAN)
             if page is None or (
                 reserve >= self._watermark and page != self._victims.coldest.first()
             ):
@@ -384,7 +384,7 @@ class Residency(PageStates):
                 raise OutOfPagesError("no host place can be freed: raise host_memory_gib")
             self.make_room(1)
             page = self._victims.hottest_host.first()
-            self.restore(next(iter(self._pages[PageState.HOST])) if page is None else page)
+            self.restore(self.pages_in(PageState.HOST).item(0) if page is None else page)
         self._give_up_copy()
 
     def _shortage(self, count: int) -> str:

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvcache.geometry import KVGeometry
 from kvcache.pytree import pytree_dataclass
@@ -25,12 +25,14 @@ class SequenceState:
         last_token: int32 [slots], the token that follows them, once a step has chosen it.
         last_hidden: [slots, hidden], the normalised trunk hidden state of the last computed token,
             from which the MTP layer continues.
+        hidden_known: bool [slots], whether it is: cached rows come without it.
     """
 
     block_table: Int[Array, "slots max_pages"]
     length: Int[Array, " slots"]
     last_token: Int[Array, " slots"]
     last_hidden: Float[Array, "slots hidden"]
+    hidden_known: Bool[Array, " slots"]
 
     @classmethod
     def create(
@@ -45,6 +47,7 @@ class SequenceState:
                 jnp.zeros((slots,), jnp.int32),
                 jnp.zeros((slots,), jnp.int32),
                 jnp.zeros((slots, hidden_size), dtype),
+                jnp.zeros((slots,), bool),
             )
 
         return jax.jit(build, out_shardings=NamedSharding(mesh, PartitionSpec()))()
@@ -62,6 +65,7 @@ def assign_slot(
         sequences,
         block_table=sequences.block_table.at[slot].set(block_table),
         length=sequences.length.at[slot].set(length),
+        hidden_known=sequences.hidden_known.at[slot].set(False),
     )
 
 

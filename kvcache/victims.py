@@ -1,10 +1,8 @@
 """Pages in the order in which the policy takes them: by heat."""
 
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
@@ -29,7 +27,7 @@ class PageQueue:
 
     def __init__(
         self,
-        pages: Callable[[], Sequence[AbstractSet[int]]],
+        pages: Callable[[], Int[np.ndarray, " pages"]],
         qualifies: Callable[[int], bool],
         order: Callable[[int], Order],
         keys: Keys,
@@ -37,7 +35,7 @@ class PageQueue:
         """A queue that is not built yet.
 
         Args:
-            pages: sets of pages among which to look for those that qualify.
+            pages: the pages among which to look for those that qualify.
             qualifies: whether a page belongs into the queue now.
             order: a page's order now; no two pages have the same.
             keys: first numbers of the orders of pages.
@@ -81,8 +79,7 @@ class PageQueue:
         heapq.heappush(self._heap, (self._order(page), page))
 
     def _build(self, most: int | None) -> list[tuple[Order, int]]:
-        sets = self._pages()
-        pages = np.fromiter(itertools.chain(*sets), np.int64, sum(map(len, sets)))
+        pages = self._pages()
         self._bound = math.inf
         if most is not None and len(pages) > most:
             keys = self._keys(pages)
@@ -127,7 +124,8 @@ class Victims:
             return -self._heat.item(page), 0, -self._touched[page]
 
         def is_missed(page: int) -> bool:
-            return page in host and self._heat.item(page) > 0 and is_referenced(page)
+            selected = states.state(page) is PageState.HOST and self._heat.item(page) > 0
+            return selected and is_referenced(page)
 
         def heat(pages: Int[np.ndarray, " pages"]) -> Float[np.ndarray, " pages"]:
             return self._heat[pages]
@@ -135,12 +133,23 @@ class Victims:
         def coldness(pages: Int[np.ndarray, " pages"]) -> Float[np.ndarray, " pages"]:
             return -self._heat[pages]
 
-        clean, dirty = map(states.droppable_in, (PageState.CLEAN, PageState.DIRTY))
-        self.coldest = PageQueue(lambda: (clean, dirty), states.is_droppable, loss, heat)
-        self.coldest_dirty = PageQueue(lambda: (dirty,), dirty.__contains__, loss, heat)
-        copied, host = map(states.pages_in, (PageState.CLEAN, PageState.HOST))
-        self.hottest_clean = PageQueue(lambda: (copied,), copied.__contains__, hottest, coldness)
-        self.hottest_host = PageQueue(lambda: (host,), is_missed, hottest, coldness)
+        clean, dirty, host = PageState.CLEAN, PageState.DIRTY, PageState.HOST
+        self.coldest = PageQueue(
+            lambda: states.droppable_in(clean, dirty), states.is_droppable, loss, heat
+        )
+        self.coldest_dirty = PageQueue(
+            lambda: states.droppable_in(dirty),
+            lambda page: states.is_droppable(page) and states.state(page) is dirty,
+            loss,
+            heat,
+        )
+        self.hottest_clean = PageQueue(
+            lambda: states.pages_in(clean),
+            lambda page: states.state(page) is clean,
+            hottest,
+            coldness,
+        )
+        self.hottest_host = PageQueue(lambda: states.pages_in(host), is_missed, hottest, coldness)
         self._queues = (self.coldest, self.coldest_dirty, self.hottest_clean, self.hottest_host)
 
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:

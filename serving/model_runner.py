@@ -95,11 +95,13 @@ class ModelRunner:
         Raises:
             OutOfPagesError: the cache has too few free pages.
         """
-        # Log-probabilities of the prompt need all its rows computed, and the MTP layer the hidden
-        # state of the row before, which is not cached.
-        use_prefix = sequence.params.prompt_logprobs is None and not self._steps.with_mtp
         self.cache.open(
-            slot, sequence.token_ids, sequence.most_cached_tokens, use_prefix=use_prefix
+            slot,
+            sequence.token_ids,
+            sequence.most_cached_tokens,
+            # Log-probabilities of the prompt need all its rows computed.
+            use_prefix=sequence.params.prompt_logprobs is None,
+            with_hidden=self._steps.with_mtp,
         )
         if sequence.sampling is not None:
             self._sampling = self._sampler.assign(self._sampling, slot, sequence.sampling)

@@ -29,6 +29,7 @@ from glm53.config import GLMConfig
 from glm53.presets import preset
 from kvcache import OutOfPagesError
 from kvcache.page_states import PageState
+from kvcache.prefix_transfer import PrefixImport, export_prefix
 from pallas_kernels.row_format import RowKind
 from tests.cached_session import CachedSession, Expected, StoredRows, as_bytes, page_rows
 from tests.support import preset_params, random_tokens
@@ -80,6 +81,16 @@ class Running:
     done: int
 
 
+@dataclasses.dataclass(eq=False)
+class Arriving:
+    """An import of the first `total` tokens of a stream, of which `given` have come."""
+
+    transfer: PrefixImport
+    stream: int
+    total: int
+    given: int = 0
+
+
 class Histories(RuleBasedStateMachine):
     """Sequences open, grow and close in a small store while pages move between the tiers.
 
@@ -111,6 +122,7 @@ class Histories(RuleBasedStateMachine):
         self.cache, self.residency = self.session.cache, self.session.cache.residency
         self.geometry = self.session.geometry
         self.running: dict[int, Running] = {}
+        self.arriving: list[Arriving] = []
         # Of each page that holds rows: a stream, the first position, and how many rows.
         self.contents: dict[int, tuple[int, int, int]] = {}
 
@@ -304,6 +316,62 @@ class Histories(RuleBasedStateMachine):
         del self.running[slot]
         self.cache.close(slot)
 
+    @rule(stream=st.sampled_from(STREAMS), total=st.integers(1, MOST_PROMPT))
+    def begin_import(self, stream: int, total: int) -> None:
+        """Takes pages for a prefix that comes from elsewhere; or changes nothing."""
+        before = self.account()
+        try:
+            transfer = PrefixImport(self.cache, streams()[stream][:total].tolist())
+        except OutOfPagesError:
+            assert self.account() == before
+            self.counts["import refused"] += 1
+            return
+        self.arriving.append(Arriving(transfer, stream, total))
+
+    @precondition(lambda self: self.arriving)
+    @rule(data=st.data(), rows=st.integers(1, MOST_PROMPT), ends=st.sampled_from("yyyn"))
+    def go_on_importing(self, data: st.DataObject, rows: int, ends: str) -> None:
+        """Brings rows of an import, and ends it after the last, or in the middle."""
+        arriving = data.draw(st.sampled_from(self.arriving))
+        transfer, total = arriving.transfer, arriving.total
+        pages, size = list(transfer._pages), self.geometry.rows_per_page
+        span = slice(arriving.given, min(arriving.given + rows, total))
+        arriving.given = span.stop
+        try:
+            transfer.write(*self.stored(arriving.stream, span))
+            if ends == "y" and span.stop == total:
+                transfer.finish()
+                self.counts["imports"] += 1
+        except OutOfPagesError:
+            self.counts["import without a place"] += 1
+            ends = "n"
+        for index, page in enumerate(pages[: transfer._written]):
+            self.contents[page] = arriving.stream, index * size, min(size, total - index * size)
+        if ends == "n":
+            transfer.abort()
+        if ends == "n" or span.stop == total:
+            self.arriving.remove(arriving)
+        self.check_store()
+
+    def stored(self, stream: int, span: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and index keys of a stream, as they are stored."""
+        formats = self.geometry.row_format, self.geometry.index_row_format
+        rows, keys = self.expected.rows[stream, span], self.expected.keys[stream, span]
+        return rows.view(formats[0].dtype), keys.view(formats[1].dtype)
+
+    @rule(stream=st.sampled_from(STREAMS), most=st.integers(1, LENGTH))
+    def export(self, stream: int, most: int) -> None:
+        """Reads what is cached of a stream, in whatever tier."""
+        tokens = streams()[stream].tolist()
+        count = self.cache.index.match(tokens, most).num_tokens
+        if not count:
+            return
+        parts = zip(*export_prefix(self.cache, tokens[:count]), strict=True)
+        expected = self.stored(stream, slice(0, count))
+        for found, wanted in zip(map(np.concatenate, parts), expected, strict=True):
+            assert found.tobytes() == wanted.tobytes(), f"the first {count} of stream {stream}"
+        self.counts["exports"] += 1
+
     @precondition(lambda self: self.contents)
     @rule(data=st.data(), repeats=st.integers(1, 6))
     def change_residency(self, data: st.DataObject, repeats: int) -> None:
@@ -317,7 +385,7 @@ class Histories(RuleBasedStateMachine):
     def residency_changes(self) -> list[tuple[Callable[[int], object], list[int]]]:
         """What can be done, and to which pages, slots, or as often."""
         residency = self.residency
-        pages = {state: sorted(residency.pages_in(state)) for state in PageState}
+        pages = {state: residency.pages_in(state).tolist() for state in PageState}
         clean, host = pages[PageState.CLEAN], pages[PageState.HOST]
         leased = [slot for slot in self.running if residency.hot_places(slot)]
         return [
@@ -349,6 +417,8 @@ class Histories(RuleBasedStateMachine):
             self.counts["evicted"] += self.cache.index.evict(self.cache.tick())
 
     def teardown(self) -> None:
+        for arriving in self.arriving:
+            arriving.transfer.abort()
         for slot in list(self.running):
             self.cache.close(slot)
         self.check_store()
@@ -380,6 +450,9 @@ def make_histories(
 
 HAPPENS = (
     "refused",
+    "imports",
+    "import refused",
+    "exports",
     "whole pages found",
     "part of a page found",
     "resident in prefill",

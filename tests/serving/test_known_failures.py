@@ -116,9 +116,9 @@ def assert_idle(llm: LLM) -> None:
 def push_out(llm: LLM) -> int:
     """Takes what is sealed off the device, as far as the host has room; returns the pages."""
     residency = llm._runner.cache.residency
-    for page in sorted(residency.droppable_in(PageState.DIRTY))[: residency.num_free_host]:
+    for page in residency.droppable_in(PageState.DIRTY).tolist()[: residency.num_free_host]:
         residency.clean(page)
-    dropped = sorted(residency.droppable_in(PageState.CLEAN))
+    dropped = residency.droppable_in(PageState.CLEAN).tolist()
     for page in dropped:
         residency.drop(page)
     return len(dropped)
@@ -144,7 +144,7 @@ def test_each_layer_keeps_its_own_rows(resident: LLM, spilling: LLM) -> None:
     assert answers(spilling, [prompt], 8) == answers(resident, [prompt], 8)
     push_out(spilling)
     residency = spilling._runner.cache.residency
-    gone = residency.pages_in(PageState.HOST)
+    gone = residency.pages_in(PageState.HOST).tolist()
     assert len(gone) == 8
     assert sum(page != residency.host_place(page) for page in gone) > 4
     rows, keys = exported(spilling, prompt)
@@ -262,7 +262,7 @@ def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None
         if random.random() < 0.5:
             moved["dropped"] += push_out(spilling)
         else:
-            for page in sorted(residency.pages_in(PageState.HOST))[: residency.num_free_device]:
+            for page in residency.pages_in(PageState.HOST).tolist()[: residency.num_free_device]:
                 residency.restore(page)
                 moved["restored"] += 1
         if random.random() < 0.2:
