@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint types format lock clean
+.PHONY: help setup setup-aot demo test test-slow test-aot lint types format lock clean
 
 BIN := .venv/bin
 # Two processes, since compiling a step takes one core; a file's tests share what they compiled.
@@ -7,10 +7,13 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make or refresh .venv
 	@scripts/setup.sh
+
+setup-aot: ## make or refresh .venv-aot, which compiles for GPUs without one
+	@scripts/setup_aot.sh
 
 demo: setup ## run the demonstration on the CPU
 	$(BIN)/python -m serving.demo
@@ -20,6 +23,9 @@ test: setup ## run the tests (PYTEST_ARGS="-k name" for some)
 
 test-slow: setup ## run the tests that take minutes each
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+
+test-aot: setup-aot ## compile the kernels for an H200 and check what comes out
+	.venv-aot/bin/python -m pytest $(PYTEST_ARGS) tests/aot
 
 lint: setup ## check style and formatting
 	$(BIN)/ruff check
@@ -36,6 +42,6 @@ format: setup ## format, and fix what can be fixed
 lock: setup ## lock the dependencies again (LOCK_ARGS=--upgrade for newer ones)
 	scripts/lock.sh $(LOCK_ARGS)
 
-clean: ## remove .venv and every cache
-	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build dist
+clean: ## remove the environments and every cache
+	rm -rf .venv .venv-aot .cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,5 +10,7 @@ compile() {
 }
 
 compile --extra test --extra dev --output-file requirements/dev.lock "$@"
-# The GPU runs the versions that the tests ran.
+# The GPU runs the versions that the tests ran, and what compiles for it without one does too.
 compile --extra gpu --constraints requirements/dev.lock --output-file requirements/gpu.lock "$@"
+compile --extra test --extra aot --constraints requirements/dev.lock \
+    --output-file requirements/aot.lock "$@"

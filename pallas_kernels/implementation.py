@@ -1,0 +1,71 @@
+"""Which implementation of an operation runs: its kernel or its reference.
+
+Every operation takes `implementation=`. Left at None, it is the kernel on a GPU where the shapes are
+supported, and the reference elsewhere.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Implementation = Literal["reference", "mosaic_gpu", "interpreter"]
+Kernel = Callable[..., Any]
+"""An operation's kernel: its arrays, and `interpret`, for `plgpu.kernel`."""
+
+_preferred: contextvars.ContextVar[Implementation | None] = contextvars.ContextVar(
+    "implementation", default=None
+)
+
+
+@contextlib.contextmanager
+def preferred(implementation: Implementation) -> Iterator[None]:
+    """What operations traced meanwhile run where they are given no implementation.
+
+    Shapes that a kernel does not support still run their reference.
+    """
+    token = _preferred.set(implementation)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def run(
+    implementation: Implementation | None,
+    reference: Callable[..., Any],
+    kernel: Kernel,
+    unsupported: str | None,
+    *arrays: Any,
+) -> Any:
+    """Runs an operation.
+
+    Args:
+        implementation: which one; None chooses.
+        reference: takes `arrays`.
+        kernel: takes `arrays` and `interpret`.
+        unsupported: why the kernel cannot take these shapes, None if it can.
+        arrays: arrays, or trees of them.
+
+    Raises:
+        ValueError: the kernel is asked for, and cannot take these shapes.
+    """
+    if implementation is None:
+        implementation = "reference" if unsupported else _preferred.get()
+    if implementation is None:
+        implementation = "mosaic_gpu" if _traced_for_gpu() else "reference"
+    if implementation == "reference":
+        return reference(*arrays)
+    if unsupported:
+        raise ValueError(f"implementation={implementation!r}: {unsupported}")
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    return kernel(*arrays, interpret=None if implementation == "mosaic_gpu" else interpret)
+
+
+def _traced_for_gpu() -> bool:
+    """Whether the mesh of the program, or the default device where it has none, is of GPUs."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "gpu"
