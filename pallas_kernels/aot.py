@@ -291,10 +291,7 @@ def _kernel_report(call: Instruction, dump: Path, dumped: set[str]) -> KernelRep
         ptxas = (dump / f"{name}.ptxas").read_text()
         resources = (dump / f"{name}.resources.txt").read_text()
     except (ValueError, FileNotFoundError) as error:
-        raise RuntimeError(
-            f"Mosaic gave no figures of {call.name}: it was lowered for a GPU outside of"
-            " compile_for_h200; call jax.clear_caches() before"
-        ) from error
+        raise RuntimeError(f"Mosaic gave no figures of {call.name}") from error
     # ptxas has a line for each function of the kernel, and may warn of spills in another before.
     registers = max(_figures(r"Used (\d+) registers", ptxas))
     spilled = sum(_figures(r"stack frame, (\d+) bytes spill stores", ptxas))

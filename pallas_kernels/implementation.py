@@ -1,7 +1,7 @@
 """Which implementation of an operation runs: its kernel or its reference.
 
-Every operation takes `implementation=`. Left at None, it is the kernel on a GPU where the shapes are
-supported, and the reference elsewhere.
+Every operation takes `implementation=`. Left at None, it is the kernel on a GPU where the shapes
+are supported, and the reference elsewhere.
 """
 
 import contextlib
@@ -25,13 +25,16 @@ _preferred: contextvars.ContextVar[Implementation | None] = contextvars.ContextV
 def preferred(implementation: Implementation) -> Iterator[None]:
     """What operations traced meanwhile run where they are given no implementation.
 
-    Shapes that a kernel does not support still run their reference.
+    Shapes that a kernel does not support still run their reference. jax's caches are cleared before
+    and after, since they hold what was traced with another preference.
     """
     token = _preferred.set(implementation)
+    jax.clear_caches()
     try:
         yield
     finally:
         _preferred.reset(token)
+        jax.clear_caches()
 
 
 def run(

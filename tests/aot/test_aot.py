@@ -229,8 +229,8 @@ def test_compiled_twice() -> None:
 
 
 def test_lowered_elsewhere() -> None:
-    """Figures of another kernel, given for one that Mosaic kept none of."""
+    """A program that was traced and lowered before reported as it was then, or without figures."""
     jitted = jax.jit(normalize(16))
     jitted.trace(array(128, 16)).lower(lowering_platforms=("cuda",))
-    with pytest.raises(RuntimeError, match="clear_caches"):
-        compile_for_h200(jitted, [array(128, 16)])
+    (kernel,) = compile_for_h200(jitted, [array(128, 16)]).kernels
+    assert kernel.registers > 0
