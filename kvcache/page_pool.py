@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+_FREE = -1  # in place of a reference count
+
 
 class OutOfPagesError(RuntimeError):
     """Fewer pages, or places for them, are free than were asked for."""
@@ -26,7 +28,7 @@ class PagePool:
         self._num_pages = num_pages
         self._on_free = on_free
         self._free = list(range(num_pages - 1, -1, -1))
-        self._references: dict[int, int] = {}  # of held pages
+        self._references = [_FREE] * num_pages
         self._cached: set[int] = set()
         self._num_cached_only = 0
 
@@ -41,8 +43,8 @@ class PagePool:
         return self._num_cached_only
 
     def references(self, page: int) -> int:
-        """Reference count of a page, 0 if it is free."""
-        return self._references.get(page, 0)
+        """Reference count of a page, 0 if it is free or no page."""
+        return max(self._references[page], 0) if 0 <= page < self._num_pages else 0
 
     def is_cached(self, page: int) -> bool:
         """Whether the prefix index keeps the page."""
@@ -57,7 +59,8 @@ class PagePool:
         if count > self.num_free:
             raise OutOfPagesError(f"{count} pages wanted, {self.num_free} free")
         pages = [self._free.pop() for _ in range(count)]
-        self._references.update(dict.fromkeys(pages, 1))
+        for page in pages:
+            self._references[page] = 1
         return pages
 
     def acquire(self, page: int) -> None:
@@ -117,22 +120,22 @@ class PagePool:
         Raises:
             AssertionError: naming the ids that are not.
         """
-        ids = sorted(self._free + list(self._references))
-        assert ids == list(range(self._num_pages)), f"page ids lost or held twice: {ids}"
-        negative = [page for page, count in self._references.items() if count < 0]
-        assert not negative, f"page references below 0: {negative}"
-        unused = {page for page, count in self._references.items() if count == 0}
+        counts = self._references
+        free = [page for page, count in enumerate(counts) if count == _FREE]
+        assert sorted(self._free) == free, f"free pages listed: {sorted(self._free)}, are {free}"
+        assert min(counts, default=0) >= _FREE, f"page references below 0: {counts}"
+        unused = {page for page, count in enumerate(counts) if count == 0}
         assert unused <= self._cached, f"pages lost: {sorted(unused - self._cached)}"
-        ghosts = self._cached - set(self._references)
+        ghosts = self._cached.intersection(free)
         assert not ghosts, f"free pages are cached: {sorted(ghosts)}"
         counted = self._num_cached_only
         assert counted == len(unused), f"{counted} pages counted as cached only, not {len(unused)}"
 
     def _check_held(self, page: int) -> None:
-        if page not in self._references:
+        if not 0 <= page < self._num_pages or self._references[page] == _FREE:
             raise ValueError(f"page {page} is not held")
 
     def _make_free(self, page: int) -> None:
         self._on_free(page)
-        del self._references[page]
+        self._references[page] = _FREE
         self._free.append(page)

@@ -12,14 +12,14 @@ from kvcache.page_states import PageState, PageStates
 Order = tuple[float, int, int]
 Keys = Callable[[Int[np.ndarray, " pages"]], Float[np.ndarray, " pages"]]
 
-_BUILT = 512  # pages that a queue is built with, unless more are equally hot
+_BUILT = 128  # pages that a queue is built with, unless more are equally hot
 
 
 class PageQueue:
     """The pages that qualify for something, lowest order first.
 
     Built when first asked for a page after `invalidate`, of the pages of lowest heat, or highest,
-    and again once those are used up: a pass over all pages in numpy, and Python for some hundreds.
+    and again once those are used up: a pass over all pages in numpy, and Python for some dozens.
     From then on `push` and `first` take O(log n): a page that no longer qualifies, or whose order
     has grown, is noticed when it comes first. One whose order has shrunk keeps its turn until the
     queue is built anew.
