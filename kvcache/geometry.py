@@ -64,7 +64,9 @@ class KVGeometry:
         if KEY_BLOCK % self.rows_per_device:
             raise ValueError(f"rows_per_device {self.rows_per_device} must divide {KEY_BLOCK}")
         if self.has_host_tier != (self.hot_rows > 0):
-            raise ValueError(f"hot_rows {self.hot_rows} does not go with {self.host_pages=}")
+            raise ValueError(
+                f"hot_rows {self.hot_rows} does not go with host_pages {self.host_pages}"
+            )
         last_row = self.slab_rows + self.host_pages * self.rows_per_device
         if last_row >= 1 << 31:
             raise ValueError(

@@ -11,34 +11,17 @@ from benchmarks.small_checkpoint import small_fields, write_checkpoint
 from glm53.checkpoint import load_hugging_face
 from glm53.config import GLMConfig
 from glm53.sharding import make_mesh
+from tests.benchmarks.toy_model import SIZES
 
 CONTEXT = 256
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> HybridBench:
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "index_topk": 40,
-    }
     path = tmp_path_factory.mktemp("model")
-    write_checkpoint(path, small_fields(max_position_embeddings=CONTEXT, **sizes))
+    write_checkpoint(
+        path, small_fields(max_position_embeddings=CONTEXT, **SIZES | {"index_topk": 40})
+    )
     config = GLMConfig.from_pretrained(path)
     params = load_hugging_face(path, config, make_mesh())
     return HybridBench(config, params, 2, CONTEXT, 0.05)
