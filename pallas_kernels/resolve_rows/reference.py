@@ -57,28 +57,7 @@ def resolve_rows(
     first_host_row: int,
     rows_per_page: int,
 ) -> Resolution:
-    """Resolves the selections of all query rows of each sequence together.
-
-    A host row selected by several rows of a sequence is staged once. Of the hot rows that no row
-    selects those give way whose index scores have the lowest running mean, in the order of their
-    slots where it is equal; empty ones first. Where they do not suffice, the rest stay in host
-    memory, to be read in place.
-
-    Args:
-        hot_row: row of the sequence on this device that each hot row holds, -1 none.
-        hot_mean: running mean of its index scores, each step counting as much as all before it;
-            NaN before the first.
-        hot_slot: int16, by row of the sequence: the hot row that may hold it.
-        hot_page: device pages of each slot's hot rows, -1 where it has none.
-        slots: slot of each sequence, -1 for padding; no slot twice.
-        group: index group.
-        rows: selected rows of the sequence on this device, each at most once a query row; those of
-            entries that lie nowhere are not read.
-        located: where they lie; ids from `first_host_row` on are host rows, -1 is nowhere.
-        hot_scores: this step's index score of what each hot row holds, the best of the query rows.
-        first_host_row: id of the first host row.
-        rows_per_page: rows of a page on this device.
-    """
+    """`operation.resolve_rows`."""
     num_slots, _, num_hot = hot_row.shape
     sequence = jnp.maximum(slots, 0)[:, None]
     leased = (slots >= 0) & (hot_page[sequence[:, 0], 0] >= 0)

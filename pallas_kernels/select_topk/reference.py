@@ -17,18 +17,7 @@ def select_topk(
     last: Int[Array, " rows"],
     k: int,
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
-    """The `k` best of the positions from `first` to `last`, both included.
-
-    Args:
-        scores: score of each candidate.
-        positions: position of each candidate, ascending.
-        first: lowest position that may be selected.
-        last: highest position that may be selected, by row.
-        k: how many.
-
-    Returns:
-        Scores in descending order, then -inf; their positions, then -1.
-    """
+    """`operation.select_topk`, ordered."""
     allowed = (positions >= first) & (positions <= last[:, None])
     scores = jnp.where(scores == 0, 0.0, scores)
     scores = jnp.where(allowed, scores, -jnp.inf)
@@ -44,15 +33,7 @@ def select_topk(
 def merge_topk(
     scores: Float[Array, "shards rows k"], positions: Int[Array, "shards rows k"]
 ) -> Int[Array, "rows k"]:
-    """The best k of the selections of several shards of a context.
-
-    Args:
-        scores: each shard's best scores, -inf where it has fewer.
-        positions: their positions, -1 where it has fewer; disjoint between shards.
-
-    Returns:
-        Selected positions in ascending order, then -1.
-    """
+    """`operation.merge_topk`."""
     num_shards, num_rows, k = scores.shape
     if num_shards == 1:
         best = positions[0]

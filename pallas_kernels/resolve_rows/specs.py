@@ -1,0 +1,116 @@
+"""Shapes of resolution: GLM-5.3's, and small odd ones for the interpreter."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResolveSpec:
+    """A step's selections and the hot rows that they meet.
+
+    Attributes:
+        sequences: sequences of the step.
+        rows: query rows of each.
+        k: selected rows of each.
+        hot: hot rows of a sequence.
+        context: most rows of a sequence on a device.
+        groups: index groups.
+        rows_per_page: rows of a page on a device.
+        first_host_row: id of the first host row.
+    """
+
+    sequences: int
+    rows: int
+    k: int
+    hot: int
+    context: int
+    groups: int
+    rows_per_page: int
+    first_host_row: int
+
+    @property
+    def slots(self) -> int:
+        """Sequence slots: one more than sequences."""
+        return self.sequences + 1
+
+    @property
+    def static(self) -> dict[str, int]:
+        """The arguments that are not traced."""
+        return {"first_host_row": self.first_host_row, "rows_per_page": self.rows_per_page}
+
+    @property
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The traced arguments of `resolve_rows`; the first three are the state."""
+        state = (self.slots, self.groups, self.hot)
+        selected = (self.sequences, self.rows, self.k)
+        shapes: list[tuple[tuple[int, ...], Any]] = [
+            (state, jnp.int32),
+            (state, jnp.float32),
+            ((self.slots, self.context), jnp.int16),
+            ((self.slots, self.hot // self.rows_per_page), jnp.int32),
+            ((self.sequences,), jnp.int32),
+            ((), jnp.int32),
+            (selected, jnp.int32),
+            (selected, jnp.int32),
+            ((self.sequences, self.hot), jnp.float32),
+        ]
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
+
+
+def _glm(sequences: int, rows: int, hot: int) -> ResolveSpec:
+    return ResolveSpec(sequences, rows, 2048, hot, 131072, 22, 64, 1 << 20)
+
+
+SPECS = {
+    "glm_1x8": _glm(8, 1, 4096),
+    "glm_4x8": _glm(8, 4, 4096),
+    "glm_4x32": _glm(32, 4, 8192),
+    "glm_6x32": _glm(32, 6, 8192),
+    # One query row; several, whose selections take more than one piece; more misses than hot rows.
+    "odd_1": ResolveSpec(3, 1, 300, 256, 700, 2, 4, 1000),
+    "odd_3": ResolveSpec(3, 3, 230, 256, 450, 2, 8, 1000),
+}
+"""By name."""
+
+
+def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> list[jax.Array]:
+    """Random arguments, some sequences of which are padding or have no hot rows.
+
+    Args:
+        spec: their shapes.
+        rng: where they come from.
+        on_host: fraction of the rows of a sequence that are host rows.
+    """
+    context, hot = spec.context, spec.hot
+    held = np.full((spec.slots, spec.groups, hot), -1)
+    for group in held.reshape(-1, hot):
+        number = rng.integers(min(hot, context) + 1)
+        group[rng.permutation(hot)[:number]] = rng.permutation(context)[:number]
+    # Few values, so that many are equal, zeros of both signs among them.
+    mean = rng.choice(np.array([-1, -0.0, 0.0, 2, np.nan, -np.inf]), held.shape)
+    places = np.arange(spec.slots * (hot // spec.rows_per_page))
+    pages = rng.permutation(places).reshape(spec.slots, -1)
+    pages[rng.random(spec.slots) < 0.15] = -1
+    slots = rng.permutation(spec.slots)[: spec.sequences]
+    slots[rng.random(spec.sequences) < 0.15] = -1
+    # What a map holds where no hot row agrees with it means nothing.
+    junk = rng.integers(-(2**15), 2**15, (spec.slots, context))
+    selected = (spec.sequences, spec.rows, spec.k)
+    rows = rng.permuted(np.tile(np.arange(context), (*selected[:2], 1)), axis=2)[..., : spec.k]
+    where = np.where(
+        rng.random((spec.slots, context)) < on_host,
+        spec.first_host_row + rng.permutation(context),
+        rng.integers(0, spec.first_host_row, (spec.slots, context)),
+    )
+    located = where[slots[:, None, None], rows]
+    located[(rng.random(selected) < 0.1) | (slots < 0)[:, None, None]] = -1
+    scores = rng.integers(-2, 3, (spec.sequences, hot))
+    group = rng.integers(spec.groups)
+    values = (held, mean, junk, pages, slots, group, rows, located, scores)
+    return [
+        jnp.asarray(value, shape.dtype) for value, shape in zip(values, spec.shapes, strict=True)
+    ]

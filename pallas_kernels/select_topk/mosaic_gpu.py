@@ -1,0 +1,230 @@
+"""Selection as a tournament of blocks, each exact, until one block a row is left.
+
+A block holds up to 8,192 scores of a row in registers, finds the threshold of its own best k by
+counting, and lists their indices in ascending order. XLA gathers what they name, and the next round
+selects from it. So scores are read from memory once, no block waits for another, and a row of 128K
+scores takes three rounds.
+
+The devices of a mesh are one round more: `merge_topk` selects from what all of them selected. In
+its place their common threshold could be had with counts alone: `block_selection.bisect` asks for a
+count from a bound on, which may be a sum over blocks and a `psum` over devices.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels import block_selection
+
+_LAST = jnp.iinfo(jnp.int32).max
+
+
+def unsupported(num_candidates: int, k: int) -> str | None:
+    """Why the kernel cannot select k of so many candidates a row, None if it can."""
+    largest = block_selection.LARGEST_BLOCK
+    if num_candidates == 0:
+        return "there is nothing to select from"
+    if num_candidates > largest and k > largest // 2:
+        # A round must at least halve what is left.
+        return f"k={k} is above {largest // 2}, the most of more than {largest} candidates a row"
+    return None
+
+
+def select_topk(
+    scores: Float[Array, "rows context"],
+    positions: Int[Array, " context"],
+    last: Int[Array, " rows"],
+    *,
+    first: int,
+    k: int,
+    ordered: bool,
+    interpret: Any,
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """`operation.select_topk`; if not `ordered`, positions ascend."""
+    context = scores.shape[1]
+    kept = min(k, context)
+    index = _best_of_blocks(
+        scores, kept, bounds=(positions, last), first=first, interpret=interpret
+    )
+    scores, positions = _gather(index, scores, jnp.broadcast_to(positions, scores.shape))
+    scores, positions = _finish(scores, positions, kept, by_position=False, interpret=interpret)
+    scores = jnp.where(scores == 0, 0.0, scores)
+    if ordered:
+        scores, positions = lax.sort((-scores, positions), num_keys=2)
+        scores = jnp.where(scores == 0, 0.0, -scores)
+    missing = [(0, 0), (0, k - kept)]
+    return (
+        jnp.pad(scores, missing, constant_values=-jnp.inf),
+        jnp.pad(positions, missing, constant_values=-1),
+    )
+
+
+def merge_topk(
+    scores: Float[Array, "shards rows k"],
+    positions: Int[Array, "shards rows k"],
+    *,
+    interpret: Any,
+) -> Int[Array, "rows k"]:
+    """`operation.merge_topk`."""
+    num_shards, num_rows, k = scores.shape
+    if num_shards == 1:
+        best = positions[0]
+    else:
+        candidates = positions.transpose(1, 0, 2).reshape(num_rows, -1)
+        ranked = scores.transpose(1, 0, 2).reshape(num_rows, -1)
+        _, best = _finish(ranked, candidates, k, by_position=True, interpret=interpret)
+    ordered = jnp.sort(jnp.where(best < 0, _LAST, best), axis=-1)
+    return jnp.where(ordered == _LAST, -1, ordered)
+
+
+def _finish(
+    scores: Float[Array, "rows candidates"],
+    positions: Int[Array, "rows candidates"],
+    k: int,
+    *,
+    by_position: bool,
+    interpret: Any,
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """The best k of each row, by rounds, in the order they are in; of equal scores those of the
+    lowest positions, or the first. Where there are fewer, -inf and -1."""
+    while scores.shape[1] > k:
+        order = positions if by_position else None
+        index = _best_of_blocks(scores, k, order=order, interpret=interpret)
+        scores, positions = _gather(index, scores, positions)
+    return scores, positions
+
+
+def _gather(
+    index: Int[Array, "rows kept"],
+    scores: Float[Array, "rows candidates"],
+    positions: Int[Array, "rows candidates"],
+) -> tuple[Float[Array, "rows kept"], Int[Array, "rows kept"]]:
+    """What indices name, -inf and -1 where they are -1."""
+    named = jnp.maximum(index, 0)
+    return (
+        jnp.where(index >= 0, _take(scores, named), -jnp.inf),
+        jnp.where(index >= 0, _take(positions, named), -1),
+    )
+
+
+def _take(
+    values: Shaped[Array, "rows candidates"], index: Int[Array, "rows kept"]
+) -> Shaped[Array, "rows kept"]:
+    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
+
+
+def _best_of_blocks(
+    scores: Float[Array, "rows candidates"],
+    k: int,
+    *,
+    bounds: tuple[Int[Array, " candidates"], Int[Array, " rows"]] | None = None,
+    first: int = 0,
+    order: Int[Array, "rows candidates"] | None = None,
+    interpret: Any,
+) -> Int[Array, "rows kept"]:
+    """One round: indices of the best k of each block of a row, ascending, then -1, by block.
+
+    Args:
+        scores: scores of the candidates; -inf is never chosen.
+        k: how many are wanted.
+        bounds: positions of the candidates, ascending, and the last to choose, by row.
+        first: first position to choose, given bounds.
+        order: what breaks ties, distinct and not negative where a score is above -inf; by default
+            the index.
+        interpret: parameters of the interpreter.
+    """
+    num_rows, num_candidates = scores.shape
+    size = min(num_candidates, block_selection.LARGEST_BLOCK)
+    if size % block_selection.GRANULE:
+        # A row of less than a block.
+        missing = -size % block_selection.GRANULE
+        scores = jnp.pad(scores, [(0, 0), (0, missing)], constant_values=-jnp.inf)
+        if bounds is not None:
+            bounds = (jnp.pad(bounds[0], (0, missing), constant_values=_LAST), bounds[1])
+        if order is not None:
+            order = jnp.pad(order, [(0, 0), (0, missing)])
+        size += missing
+    num_blocks = pl.cdiv(num_candidates, size)
+    kept = min(-(-k // 128) * 128, size)
+    optional = [*(bounds or ()), *(() if order is None else (order,))]
+    index = plgpu.kernel(
+        functools.partial(
+            _block,
+            size=size,
+            k=k,
+            first=None if bounds is None else first,
+            by_order=order is not None,
+        ),
+        out_type=jax.ShapeDtypeStruct((num_rows, num_blocks, kept), jnp.int32),
+        grid=(num_rows, num_blocks),
+        grid_names=("row", "block"),
+        scratch_types=[plgpu.SMEM((block_selection.buffer_size(size),), jnp.int32)],
+        kernel_name="select_topk",
+        interpret=interpret,
+    )(scores, *optional)
+    return index[:, 0, :k] if num_blocks == 1 else index.reshape(num_rows, -1)
+
+
+def _block(
+    scores_ref: Any,
+    *references: Any,
+    size: int,
+    k: int,
+    first: int | None,
+    by_order: bool,
+) -> None:
+    """The kernel: one block of one row on one warpgroup.
+
+    References are those of `_best_of_blocks`, in its order: scores, bounds, order, then the indices
+    to write, and the buffer.
+    """
+    *optional, index_ref, buffer = references
+    row, block = lax.axis_index("row"), lax.axis_index("block")
+    kept = index_ref.shape[-1]
+    # The last block begins early enough to be full, and leaves out what the one before it has.
+    begin = block * size
+    start = jnp.minimum(begin, scores_ref.shape[1] - size)
+
+    def keys() -> tuple[jax.Array, jax.Array]:
+        """Keys, and the index of each in the block."""
+        scores = block_selection.load(scores_ref.at[row], start, size)
+        index = block_selection.indices(size)
+        allowed = (scores > -jnp.inf) & (index >= begin - start)
+        if first is not None:
+            positions = block_selection.load(optional[0], start, size)
+            allowed &= (positions >= first) & (positions <= optional[1][row])
+        # Scores of 0 are equal, whatever their sign.
+        values = block_selection.ordered_bits(jnp.where(scores == 0, 0.0, scores))
+        return jnp.where(allowed, values, block_selection.NEVER), index
+
+    def run() -> None:
+        values, index = keys()
+        wanted = jnp.minimum(block_selection.count(values > block_selection.NEVER), k)
+
+        @pl.when(wanted > 0)
+        def _() -> None:
+            order, limit = index, size
+            if by_order:
+                order, limit = block_selection.load(optional[-1].at[row], start, size), _LAST
+            chosen = block_selection.choose(values, wanted, order, limit)
+            block_selection.compact(chosen, buffer)
+            found = start + block_selection.load(buffer, 0, kept)
+            index_ref[row, block] = jnp.where(block_selection.indices(kept) < wanted, found, -1)
+
+        pl.when(wanted == 0)(nothing)
+
+    def nothing() -> None:
+        index_ref[row, block] = block_selection.filled(kept, -1)
+
+    if first is None:
+        run()
+    else:
+        reached = optional[0][start] <= optional[1][row]
+        pl.when(reached)(run)
+        pl.when(~reached)(nothing)
