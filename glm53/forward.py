@@ -200,20 +200,15 @@ class Forward:
         def run(hidden: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
             rows = norm(hidden)
             query_latent, query, latent, key = project(rows, cos, sin)
-            stored = geometry.row_format.pack(latent, key)
+            if geometry.row_format.kind == "fp8":
+                latent = latent.astype(jnp.float32)  # quantised before it is rounded
             if project_index is None:
-                return query, stored, None
-            index_query, weights, index_key = project_index(rows, query_latent, cos, sin)
-            empty = jnp.zeros((*index_key.shape[:-1], 0), index_key.dtype)
-            return (
-                query,
-                stored,
-                (index_query, weights, geometry.index_row_format.pack(index_key, empty)),
-            )
+                return query, latent, key, None
+            return query, latent, key, project_index(rows, query_latent, cos, sin)
 
-        query, stored, indexed = map_row_tiles(run, hidden, self.cos, self.sin)
+        query, latent, key, indexed = map_row_tiles(run, hidden, self.cos, self.sin)
         where = (self.pages, self.positions, self.device)
-        store = append_rows(store, geometry, index.layer, stored, *where)
+        store = append_rows(store, geometry, index.layer, latent, key, *where)
         if indexed is not None:
             index_query, weights, keys = indexed
             store = append_index_keys(store, geometry, index.index_layer, keys, *where)

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvcache.geometry import KVGeometry
 from kvcache.host_tier import HostTier
 from kvcache.pytree import pytree_dataclass
+from pallas_kernels.append_rows import append_rows as write_rows
 from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
 
 MESH_AXIS = "model"
@@ -121,7 +122,8 @@ def append_rows(
     store: KVStore,
     geometry: KVGeometry,
     layer: int | Int[Array, ""],
-    rows: Shaped[Array, "tokens width"],
+    latent: Float[Array, "tokens latent"],
+    rope: Float[Array, "tokens rope"],
     pages: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
     device: Int[Array, ""],
@@ -129,14 +131,16 @@ def append_rows(
     """Writes MLA rows of one layer to their pages; other devices' rows and padding are dropped.
 
     Args:
+        latent: normalised latent of each row.
+        rope: rotated part of each row.
         pages: page of each row; a negative one, beyond a sequence's last, drops the row.
         positions: position of each row; -1 is padding.
         device: this device's place along the mesh axis.
     """
-    place = store.device_page[jnp.maximum(pages, 0)]
-    kept = _owned(geometry, positions, device) & (pages >= 0) & (place >= 0)
-    place = jnp.where(kept, place, geometry.device_pages)
-    slab = store.slab.at[layer, place, geometry.local_row(positions)].set(rows, mode="drop")
+    kept = _owned(geometry, positions, device) & (pages >= 0)
+    places = jnp.where(kept, store.device_page[jnp.maximum(pages, 0)], -1)
+    rows = geometry.local_row(positions)
+    slab = write_rows(store.slab, layer, latent, rope, places, rows, geometry.row_format)
     return dataclasses.replace(store, slab=slab)
 
 
@@ -144,16 +148,17 @@ def append_index_keys(
     store: KVStore,
     geometry: KVGeometry,
     index_layer: int | Int[Array, ""],
-    keys: Shaped[Array, "tokens index_width"],
+    keys: Float[Array, "tokens key_dim"],
     pages: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
     device: Int[Array, ""],
 ) -> KVStore:
     """Writes index keys of one layer to their pages, as `append_rows` does."""
     kept = _owned(geometry, positions, device) & (pages >= 0)
-    place = jnp.where(kept, pages, geometry.num_pages)
-    index_keys = store.index_keys.at[index_layer, place, geometry.local_row(positions)].set(
-        keys, mode="drop"
+    places, rows = jnp.where(kept, pages, -1), geometry.local_row(positions)
+    rope = jnp.zeros((keys.shape[0], 0), keys.dtype)
+    index_keys = write_rows(
+        store.index_keys, index_layer, keys, rope, places, rows, geometry.index_row_format
     )
     return dataclasses.replace(store, index_keys=index_keys)
 

@@ -1,7 +1,4 @@
-"""Page moves in plain jax.numpy, one page after another, in place.
-
-Lists have a fixed size; an entry with a negative place is padding and moves nothing.
-"""
+"""Page moves in plain jax.numpy, one page after another, in place."""
 
 from collections.abc import Callable
 
@@ -16,7 +13,7 @@ Moves = Int[Array, "moves 2"]
 
 
 def store_pages(slab: Slab, host: HostSlab, moves: Moves) -> HostSlab:
-    """Copies pages (device page, host page) to host memory, whose layers lie side by side."""
+    """The reference of `operation.store_pages`."""
 
     def store(host: jax.Array, device_page: jax.Array, host_page: jax.Array) -> jax.Array:
         page = lax.dynamic_index_in_dim(slab, device_page, 1, keepdims=False)
@@ -26,7 +23,7 @@ def store_pages(slab: Slab, host: HostSlab, moves: Moves) -> HostSlab:
 
 
 def load_pages(slab: Slab, host: HostSlab, moves: Moves) -> Slab:
-    """Copies pages (host page, device page) to the device."""
+    """The reference of `operation.load_pages`."""
 
     def load(slab: jax.Array, host_page: jax.Array, device_page: jax.Array) -> jax.Array:
         page = lax.dynamic_index_in_dim(host, host_page, 0, keepdims=False)
@@ -36,7 +33,7 @@ def load_pages(slab: Slab, host: HostSlab, moves: Moves) -> Slab:
 
 
 def copy_pages(slab: Slab, moves: Moves) -> Slab:
-    """Copies pages (from, to) of axis 1, for rows or for index keys."""
+    """The reference of `operation.copy_pages`."""
 
     def copy(slab: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
         page = lax.dynamic_index_in_dim(slab, source, 1, keepdims=False)

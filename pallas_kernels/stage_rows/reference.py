@@ -1,4 +1,4 @@
-"""Staging in plain jax.numpy. What is not listed costs nothing: counts are read on the device."""
+"""Staging in plain jax.numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,7 @@ def stage_rows(
     device_rows: Int[Array, " misses"],
     count: Int[Array, ""],
 ) -> Slab:
-    """Copies rows of host memory into the slab, for all layers of an index group.
-
-    Args:
-        slab: rows on the device.
-        host: rows in host memory, a row's layers side by side.
-        first_layer: first layer of the group.
-        num_layers: layers of the group.
-        host_rows: rows to read, counted over pages.
-        device_rows: rows of a layer to write, counted over its pages; no two are the same.
-        count: how many of the lists are valid.
-    """
+    """The reference of `operation.stage_rows`."""
     rows = slab.reshape(slab.shape[0], -1, slab.shape[3])
     source = host.reshape(-1, *host.shape[2:])
     padding = (0, -host_rows.shape[0] % _ROWS_TOGETHER)
@@ -58,16 +48,7 @@ def stage_pages(
     places: Int[Array, " pages"],
     count: Int[Array, ""],
 ) -> Slab:
-    """Copies one layer of host pages into the slab.
-
-    Args:
-        slab: rows on the device.
-        host: rows in host memory.
-        layer: the layer to read.
-        host_pages: pages to read.
-        places: where to write, in pages counted over all layers from this layer on, round the end.
-        count: how many of the lists are valid.
-    """
+    """The reference of `operation.stage_pages`."""
     num_layers, device_pages = slab.shape[:2]
     pages = slab.reshape(-1, *slab.shape[2:])
 

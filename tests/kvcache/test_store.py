@@ -77,12 +77,16 @@ class Compiled:
         def append(transition: Callable, store: KVStore, *what: jax.Array) -> KVStore:
             return transition(store, geometry, *what, jax.lax.axis_index(MESH_AXIS))
 
+        def append_both(store: KVStore, layer: jax.Array, row: jax.Array, *where: Any) -> KVStore:
+            latent, rope = jnp.split(row, [geometry.row_format.latent_dim], axis=1)
+            return append(append_rows, store, layer, latent, rope, *where)
+
         def locate(store: KVStore, tables: jax.Array, positions: jax.Array) -> jax.Array:
             device = jax.lax.axis_index(MESH_AXIS)
             return jnp.stack(locate_rows(store, geometry, tables, positions, device))[:, None]
 
         rows = (specs, *[EVERYWHERE] * 4)
-        self.append_rows = jit(functools.partial(append, append_rows), rows, specs, (0,))
+        self.append_rows = jit(append_both, rows, specs, (0,))
         self.append_keys = jit(functools.partial(append, append_index_keys), rows, specs, (0,))
         # Ids and pages [2, devices, sequences, positions].
         self.locate = jit(locate, (specs, EVERYWHERE, EVERYWHERE), PartitionSpec(None, MESH_AXIS))
@@ -107,6 +111,11 @@ def raw(array: jax.Array | np.ndarray) -> np.ndarray:
     """Returns a copy of an array's bytes, with those of an element on an axis of their own."""
     array = np.array(array)
     return array.view(np.uint8).reshape(*array.shape, array.itemsize)
+
+
+def random_rows(rng: np.random.Generator, row_format: RowFormat) -> np.ndarray:
+    """Latents and ropes side by side."""
+    return rng.standard_normal((TOKENS, row_format.latent_dim + row_format.rope_dim), np.float32)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -213,15 +222,15 @@ class StoreMachine(RuleBasedStateMachine):
         pages = np.asarray([page for _, page, _ in entries], np.int32)
         positions = np.asarray([position for _, _, position in entries], np.int32)
         row_format = geometry.row_format if kind == "rows" else geometry.index_row_format
-        shape = (TOKENS, row_format.width, row_format.dtype.itemsize)
-        junk = rng.integers(0, 256, shape, np.uint8)
-        rows = junk.reshape(TOKENS, -1).view(row_format.dtype)
+        rows = random_rows(rng, row_format)
+        latent, rope = np.split(rows, [row_format.latent_dim], axis=1)
+        packed = raw(row_format.pack(jnp.asarray(latent), jnp.asarray(rope)))
 
         run = self.run.append_rows if kind == "rows" else self.run.append_keys
         self.store = run(self.store, jnp.int32(layer), rows, pages, positions)
 
         slab, keys = before
-        for (slot, page, position), row in zip(entries, junk, strict=True):
+        for (slot, page, position), row in zip(entries, packed, strict=True):
             if slot < 0:
                 continue
             self.stored[kind][slot, layer, position] = row.tobytes()
@@ -326,11 +335,12 @@ def test_rows_of_a_page_without_a_place_are_dropped() -> None:
     run = with_host_tier(2)
     geometry, (store, _) = run.geometry, run.empty()
     pages, positions = np.full(TOKENS, 8, np.int32), np.arange(TOKENS, dtype=np.int32) % 8
-    for width, append in (
-        (geometry.row_format.width, run.append_rows),
-        (geometry.index_row_format.width, run.append_keys),
+    rng = np.random.default_rng(0)
+    for row_format, append in (
+        (geometry.row_format, run.append_rows),
+        (geometry.index_row_format, run.append_keys),
     ):
-        store = append(store, jnp.int32(1), np.full((TOKENS, width), 7, np.int32), pages, positions)
+        store = append(store, jnp.int32(1), random_rows(rng, row_format), pages, positions)
     assert not np.asarray(store.slab).any()
     assert np.argwhere(np.asarray(store.index_keys).all(axis=-1)).tolist() == [
         [1, 8, row] for row in range(8)
@@ -361,7 +371,7 @@ def test_append_is_in_place(num_devices: int, kind: RowKind) -> None:
         (geometry.row_format, run.append_rows),
         (geometry.index_row_format, run.append_keys),
     ):
-        rows = np.zeros((TOKENS, row_format.width), row_format.dtype)
+        rows = random_rows(np.random.default_rng(0), row_format)
         compiled = append.lower(store, jnp.int32(1), rows, page, position).compile()
         check_in_place(compiled, [store.slab, store.index_keys])
         before = pointers(store.slab, store.index_keys)

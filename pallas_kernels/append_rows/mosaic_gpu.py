@@ -1,0 +1,176 @@
+"""Appending by one warpgroup a row, which does nothing for a row that is dropped.
+
+In fp8 a group of 128 values is seen as 32 words of 4 values: a lane holds a word, so that its bytes
+meet in one register, and a warp holds a group.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.row_format import E4M3_MAX, SCALE_GROUP, RowFormat
+
+_WARPS, _LANES = 4, 32
+_ROPE = 2 * _LANES
+_WORDS = SCALE_GROUP // 4
+_NAN = 0x7FC00000  # its bits in float32
+
+_EVERY_WARP = (plgpu.Replicated(_WARPS),)
+# A group by each warp, or the same group by all of them.
+_GROUPS = plgpu.Layout.TILED(
+    plgpu.Tiling(((_WARPS, _LANES, 4),)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+_GROUP = plgpu.Layout.TILED(
+    plgpu.Tiling(((_LANES, 4),)), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
+)
+_PAIRS = plgpu.Layout.TILED(
+    plgpu.Tiling(((_LANES, 2),)), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
+)
+_FLAT_PAIRS = plgpu.Layout.TILED(
+    plgpu.Tiling(((_ROPE,), (2,))), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
+)
+
+Index = int | jax.Array
+Ref = Any
+Layout = Any
+
+
+def unsupported(row_format: RowFormat) -> str | None:
+    """Why the kernel cannot append rows of a format, None if it can."""
+    if row_format.latent_dim % SCALE_GROUP:
+        return f"a latent width of {row_format.latent_dim} is no multiple of {SCALE_GROUP}"
+    if row_format.rope_dim not in (0, _ROPE):
+        return f"a rope width of {row_format.rope_dim} is neither 0 nor {_ROPE}"
+    return None
+
+
+def append_rows(
+    slab: jax.Array,
+    layer: Index,
+    latent: jax.Array,
+    rope: jax.Array,
+    places: jax.Array,
+    rows: jax.Array,
+    *,
+    row_format: RowFormat,
+    interpret: Any,
+) -> jax.Array:
+    """The kernel of `operation.append_rows`."""
+    tokens, groups = latent.shape[0], row_format.num_scales
+    fp8, with_rope = row_format.kind == "fp8", row_format.rope_dim > 0
+    in_bulk = fp8 and groups % _WARPS == 0
+    if fp8:
+        latent = latent.reshape(tokens, groups, _WORDS, 4)
+        rope = rope.reshape(tokens, -1, 2)
+    scratch = [
+        plgpu.SMEM((groups, _WORDS), jnp.int32),
+        plgpu.SMEM((row_format.width - groups * _WORDS,), jnp.int32),
+    ]
+
+    def append(slab: Ref, layer: Ref, places: Ref, rows: Ref, latent: Ref, *refs: Ref) -> None:
+        token = lax.axis_index("token")
+        ropes = refs[0].at[token] if with_rope else None
+
+        @pl.when(places[token] >= 0)
+        def _() -> None:
+            target = slab.at[layer[0], places[token], rows[token]]
+            if in_bulk:
+                words, rest = refs[-2:]
+                _append_in_bulk(latent.at[token], ropes, target, words, rest, row_format)
+            elif fp8:
+                _append_groups(latent.at[token], ropes, target, row_format)
+            else:
+                _append_floats(latent.at[token], ropes, target)
+
+    state = jax.new_ref(slab)
+    plgpu.kernel(
+        append,
+        out_type=(),
+        grid=(tokens,),
+        grid_names=("token",),
+        scratch_types=scratch if in_bulk else (),
+        kernel_name="append_rows",
+        interpret=interpret,
+    )(
+        state,
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        places,
+        rows,
+        latent,
+        *([rope] if with_rope else []),
+    )
+    return jax.freeze(state)
+
+
+def _append_floats(latent: Ref, rope: Ref | None, target: Ref) -> None:
+    width = latent.shape[0]
+    target.at[pl.ds(0, width)][...] = latent[...].astype(target.dtype)
+    if rope is not None:
+        values = plgpu.load(rope, layout=_FLAT_PAIRS, optimized=False)
+        target.at[pl.ds(width, _ROPE)][...] = values.astype(target.dtype)
+
+
+def _append_groups(latent: Ref, rope: Ref | None, target: Ref, row_format: RowFormat) -> None:
+    """Writes an fp8 row, of whatever alignment, a group at a time."""
+    groups = row_format.num_scales
+    for group in range(groups):
+        words, scale = _quantize(latent.at[group], _GROUP, row_format)
+        target.at[pl.ds(group * _WORDS, _WORDS)][...] = words
+        target[groups * _WORDS + group] = scale
+    if rope is not None:
+        target.at[pl.ds(groups * (_WORDS + 1), _LANES)][...] = _bfloat16_words(rope)
+
+
+def _append_in_bulk(
+    latent: Ref, rope: Ref | None, target: Ref, words: Ref, rest: Ref, row_format: RowFormat
+) -> None:
+    """Writes an fp8 row of as many groups as there are warps, or a multiple, from shared memory."""
+    groups = row_format.num_scales
+    words[...], rest.at[pl.ds(0, groups)][...] = _quantize(latent, _GROUPS, row_format)
+    if rope is not None:
+        rest.at[pl.ds(groups, _LANES)][...] = _bfloat16_words(rope)
+    plgpu.commit_smem()
+    for group in range(groups):
+        plgpu.copy_smem_to_gmem(words.at[group], target.at[pl.ds(group * _WORDS, _WORDS)])
+    plgpu.copy_smem_to_gmem(rest, target.at[pl.ds(groups * _WORDS, rest.shape[0])])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _quantize(groups: Ref, layout: Layout, row_format: RowFormat) -> tuple[jax.Array, jax.Array]:
+    """Words and bits of the scales of groups [..., 32, 4], as `row_format.quantize_e4m3` has them.
+
+    The largest value is found among bits, which are ordered like the values, with NaN above all.
+    """
+    values = plgpu.load(groups, layout=layout, optimized=False).astype(jnp.float32)
+    bits = lax.bitcast_convert_type(values, jnp.int32) & jnp.iinfo(jnp.int32).max
+    largest = jnp.minimum(jnp.max(jnp.max(bits, axis=-1), axis=-1), _NAN)
+    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).astype(jnp.int32)
+    fraction, least_exponent = math.frexp(row_format.least_scale)
+    exponent = jnp.maximum(exponent, least_exponent - (fraction == 0.5) + 127)
+    reciprocal = lax.broadcast_in_dim(
+        (254 - exponent) << 23, values.shape, tuple(range(values.ndim - 2))
+    )
+    scaled = values * lax.bitcast_convert_type(reciprocal, jnp.float32)
+    # The conversion would make infinities the largest number.
+    scaled = jnp.where(jnp.abs(scaled) <= E4M3_MAX, scaled, jnp.nan)
+    codes = lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return _join(codes.astype(jnp.int32), 8, layout), exponent << 23
+
+
+def _bfloat16_words(values: Ref) -> jax.Array:
+    """Words of pairs [32, 2]."""
+    halves = plgpu.load(values, layout=_PAIRS, optimized=False)
+    halves = halves.astype(jnp.float32).astype(jnp.bfloat16)
+    codes = lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.int32)
+    return _join(codes, 16, _PAIRS)
+
+
+def _join(codes: jax.Array, num_bits: int, layout: Layout) -> jax.Array:
+    """Words whose `num_bits`-wide parts lie along the last axis, the lowest first."""
+    part = lax.broadcasted_iota(jnp.int32, codes.shape, codes.ndim - 1)
+    return jnp.sum(codes << (num_bits * plgpu.layout_cast(part, layout)), axis=-1)

@@ -1,0 +1,51 @@
+"""Which implementation moves pages.
+
+Lists have a fixed size; an entry with negative places is padding, lies after the others and moves
+nothing. No move of a list reads or writes what another one writes.
+"""
+
+from jaxtyping import Array, Int, Shaped
+
+from pallas_kernels.implementation import Implementation, run
+from pallas_kernels.move_pages import mosaic_gpu, reference
+from pallas_kernels.ring_copy import unsupported_rows
+
+Slab = Shaped[Array, "layers device_pages rows_per_page width"]
+HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
+Moves = Int[Array, "moves 2"]
+
+
+def store_pages(
+    slab: Slab, host: HostSlab, moves: Moves, *, implementation: Implementation | None = None
+) -> HostSlab:
+    """Copies pages (device page, host page) to host memory, whose layers lie side by side.
+
+    Args:
+        slab: rows on the device.
+        host: rows in host memory.
+        moves: pages to copy.
+        implementation: None takes the kernel on a GPU where it supports the shapes.
+
+    Raises:
+        ValueError: the kernel is asked for, and does not support the shapes.
+    """
+    unsupported = unsupported_rows(slab)
+    arrays = (slab, host, moves)
+    return run(implementation, reference.store_pages, mosaic_gpu.store_pages, unsupported, *arrays)
+
+
+def load_pages(
+    slab: Slab, host: HostSlab, moves: Moves, *, implementation: Implementation | None = None
+) -> Slab:
+    """Copies pages (host page, device page) to the device; arguments as for `store_pages`."""
+    unsupported = unsupported_rows(slab)
+    arrays = (slab, host, moves)
+    return run(implementation, reference.load_pages, mosaic_gpu.load_pages, unsupported, *arrays)
+
+
+def copy_pages(slab: Slab, moves: Moves, *, implementation: Implementation | None = None) -> Slab:
+    """Copies pages (from, to) of axis 1, for rows or for index keys; see `store_pages`."""
+    unsupported = mosaic_gpu.unsupported_copy(slab)
+    return run(
+        implementation, reference.copy_pages, mosaic_gpu.copy_pages, unsupported, slab, moves
+    )
