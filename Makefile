@@ -2,6 +2,8 @@
 .PHONY: help setup setup-aot demo test test-slow test-aot lint types format lock clean
 
 BIN := .venv/bin
+# Set, it has every process parse jax anew, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes, since compiling a step takes one core; a file's tests share what they compiled.
 # Files stay in the order that tests/conftest.py gives them, the slowest first.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder

@@ -27,7 +27,6 @@ from benchmarks.sequences import fill_randomly, float32_geometry, open_sequences
 from benchmarks.small_checkpoint import ensure_checkpoint
 from glm53.checkpoint import load_hugging_face
 from glm53.config import GLMConfig
-from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.steps import Steps
 from kvcache import KVStore, SequenceState
@@ -76,9 +75,8 @@ class DecodeBench:
     def __init__(
         self, config: GLMConfig, params: nnx.State, num_sequences: int, num_tokens: int
     ) -> None:
-        graph, _ = abstract_model(config)
         geometry = float32_geometry(config, num_sequences, num_tokens)
-        self._steps = Steps(config, geometry, make_mesh(), graph, params)
+        self._steps = Steps(config, geometry, make_mesh())
         self._params = params
         store, self._sequences = open_sequences(self._steps)
         self._store = fill_randomly(store)

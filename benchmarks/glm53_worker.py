@@ -19,7 +19,6 @@ import numpy as np
 from benchmarks.sequences import fill_randomly, float32_geometry, open_sequences, set_sequences
 from glm53.checkpoint import load_hugging_face
 from glm53.config import GLMConfig
-from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.steps import PrefillBatch, Steps
 from serving.buckets import Buckets, fit
@@ -44,10 +43,9 @@ class Runner:
     def __init__(self, checkpoint: str, num_sequences: int, prompt_tokens: int) -> None:
         config = GLMConfig.from_pretrained(checkpoint).replace(latent_norm_eps=LATENT_NORM_EPS)
         mesh = make_mesh()
-        graph, _ = abstract_model(config)
         self._params = load_hugging_face(checkpoint, config, mesh)
         geometry = float32_geometry(config, num_sequences, prompt_tokens + ANSWER_TOKENS)
-        self._steps = Steps(config, geometry, mesh, graph, self._params)
+        self._steps = Steps(config, geometry, mesh)
         self._buckets = Buckets.for_geometry(geometry, CHUNK)
         self._store, self._sequences = open_sequences(self._steps)
         self._compiled: dict[tuple, Callable] = {}

@@ -31,12 +31,11 @@ from benchmarks.sequences import float32_geometry, set_sequences
 from benchmarks.small_checkpoint import ensure_checkpoint
 from glm53.checkpoint import load_hugging_face
 from glm53.config import GLMConfig
-from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.steps import StepOutput, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
 from kvcache.host_tier import READS
-from kvcache.transitions import Transitions
+from kvcache.transitions import compiled_transitions
 
 CHECKPOINT = Path(__file__).parent.parent / ".cache" / "small-62m"
 CONTEXTS = (8192, 16384)
@@ -137,7 +136,7 @@ class Decoder:
             everywhere[: pages.size] = placed.reshape(-1)
             sharding = getattr(store, name).sharding
             store = dataclasses.replace(store, **{name: jax.device_put(everywhere, sharding)})
-        transitions = Transitions(geometry, self._steps.mesh)
+        transitions = compiled_transitions(geometry, self._steps.mesh)
         rows = (geometry.num_layers, geometry.row_format.width)
         keys = (geometry.num_index_layers, geometry.index_row_format.width)
         for slot, listed in enumerate(pages):
@@ -180,12 +179,9 @@ class HybridBench:
     def __init__(
         self, config: GLMConfig, params: nnx.State, batch: int, context: int, miss_share: float
     ) -> None:
-        graph, _ = abstract_model(config)
         resident = float32_geometry(config, batch, context)
         hybrid = _with_host_tier(resident, config.index_topk)
-        plain, tiered = (
-            Steps(config, geometry, make_mesh(), graph, params) for geometry in (resident, hybrid)
-        )
+        plain, tiered = (Steps(config, geometry, make_mesh()) for geometry in (resident, hybrid))
         pages = resident.pages_for(context)
         self._decoders = {
             "no host tier": Decoder(plain, params, context, pages),

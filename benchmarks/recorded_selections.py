@@ -28,7 +28,6 @@ from glm53.checkpoint import load_hugging_face
 from glm53.config import GLMConfig
 from glm53.forward import Forward, Selection
 from glm53.layer_plan import LayerIndex
-from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.steps import PrefillBatch, Steps
 from glm53.tokenizer import Tokenizer
@@ -190,9 +189,8 @@ class Recorder:
         self.config = GLMConfig.from_pretrained(path).replace(compute_dtype="float32")
         self.tokenizer = Tokenizer.from_dir(path)
         self._params = load_hugging_face(path, self.config, make_mesh())
-        graph, _ = abstract_model(self.config)
         geometry = float32_geometry(self.config, 1, num_tokens)
-        self._steps = Steps(self.config, geometry, make_mesh(), graph, self._params)
+        self._steps = Steps(self.config, geometry, make_mesh())
         self._store, self._sequences = open_sequences(self._steps)
         types = self.config.indexer_types[: self.config.num_hidden_layers]
         self._full_layers = np.flatnonzero(np.asarray(types) == "full")

@@ -19,7 +19,7 @@ from kvcache.prefix_index import PrefixIndex, PrefixMatch, Publication
 from kvcache.residency import Residency
 from kvcache.sequence_state import SequenceState, assign_slot, set_pages
 from kvcache.store import KVStore
-from kvcache.transitions import Transitions
+from kvcache.transitions import compiled_transitions
 
 _MOVES_A_LAUNCH = 16
 _PAGES_CLEANED_A_STEP = 8
@@ -95,7 +95,7 @@ class KVCache:
         self.geometry = geometry
         self.store = KVStore.create(geometry, mesh)
         self.sequences = SequenceState.create(geometry, hidden_size, dtype, mesh)
-        self.transitions = Transitions(geometry, mesh)
+        self.transitions = compiled_transitions(geometry, mesh)
         self.moves = PageMoves(self._launch_moves, _MOVES_A_LAUNCH)
         self.pool = PagePool(geometry.num_pages, lambda page: self.residency.forget(page))
         self.index = PrefixIndex(geometry.rows_per_page, self.pool)

@@ -4,6 +4,7 @@ Each takes the store donated and returns it; what follows is ordered behind it b
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from kvcache.page_moves import MoveList
 from kvcache.store import MESH_AXIS, KVStore, in_host, on_device
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 
+MOST_COMPILED = 16
+"""Geometries whose compiled programs are kept for the next engine of the same sizes."""
 EVERYWHERE = PartitionSpec()
 _BY_ROW = PartitionSpec(None, MESH_AXIS)
 
@@ -73,6 +76,10 @@ class Transitions:
                 check_vma=False,
             )
         )
+
+
+compiled_transitions = functools.lru_cache(maxsize=MOST_COMPILED)(Transitions)
+"""`Transitions` that are shared by all stores of the same geometry and mesh in a process."""
 
 
 def _move(geometry: KVGeometry, store: KVStore, moves: MoveList) -> KVStore:

@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from glm53.checkpoint.source import load_checkpoint, read_config
 from glm53.kv_geometry import kv_geometry
-from glm53.model import abstract_model
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
@@ -131,12 +130,10 @@ class LLM:
         has_tokenizer = (path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
         generation_config = GenerationConfig.from_dir(path, config.vocab_size)
-        graph, _ = abstract_model(self.config)
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
         geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
         self._runner = ModelRunner(
             self.config,
-            graph,
             params,
             geometry,
             mesh,

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from glm53.config import GLMConfig
-from glm53.steps import PrefillBatch, StepOutput, Steps
+from glm53.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import CacheCounters, KVCache, KVGeometry
 from serving.buckets import Buckets, fit
 from serving.outputs import TokenLogprobs
@@ -25,7 +25,6 @@ class ModelRunner:
 
     Args:
         config: the model.
-        graph: its structure.
         params: its parameters.
         geometry: sizes of the store.
         mesh: where everything is.
@@ -42,7 +41,6 @@ class ModelRunner:
     def __init__(
         self,
         config: GLMConfig,
-        graph: nnx.GraphDef,
         params: nnx.State,
         geometry: KVGeometry,
         mesh: Mesh,
@@ -52,7 +50,7 @@ class ModelRunner:
         self.config, self.geometry = config, geometry
         self.params, self._mesh, self._buckets = params, mesh, buckets
         self._decode_token = decode_token
-        self._steps = Steps(config, geometry, mesh, graph, params)
+        self._steps = compiled_steps(config, geometry, mesh)
         self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
         self._closed = CacheCounters()
         self._start_empty()

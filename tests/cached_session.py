@@ -11,21 +11,12 @@ from flax import nnx
 
 from glm53.config import GLMConfig
 from glm53.kv_geometry import kv_geometry
-from glm53.model import abstract_model
 from glm53.sharding import make_mesh
-from glm53.steps import PrefillBatch, StepOutput, Steps
+from glm53.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import KVCache, KVGeometry, KVStore
 from kvcache.host_tier import READS
-from kvcache.transitions import Transitions
 from pallas_kernels.row_format import RowKind
 from tests.support import Session
-
-
-@functools.cache
-def _compiled(config: GLMConfig, geometry: KVGeometry) -> tuple[Steps, Transitions]:
-    graph, abstract = abstract_model(config)
-    mesh = make_mesh(geometry.num_devices)
-    return Steps(config, geometry, mesh, graph, abstract), Transitions(geometry, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +135,7 @@ class CachedSession:
     ) -> None:
         self.geometry = kv_geometry(config, num_devices=num_devices, **sizes)
         self.config, self.params = config, params
-        self.steps, transitions = _compiled(config, self.geometry)
+        self.steps = compiled_steps(config, self.geometry, make_mesh(num_devices))
         self.cache = KVCache(
             self.geometry,
             self.steps.mesh,
@@ -152,7 +143,6 @@ class CachedSession:
             dtype=config.compute_dtype,
             most_step_rows=most_step_rows,
         )
-        self.cache.transitions = transitions  # compiled once for all sessions
         self._hot_places: dict[int, tuple[int, ...]] = {}
 
     def append(

@@ -15,9 +15,10 @@ from glm53.kv_geometry import kv_geometry
 from glm53.model import abstract_model, random_parameters
 from glm53.presets import preset
 from glm53.sharding import make_mesh, parameter_shardings
-from glm53.steps import DraftOutput, PrefillBatch, StepOutput, Steps
+from glm53.steps import DraftOutput, PrefillBatch, StepOutput, compiled_steps
 from kvcache import KVStore, PagePool, SequenceState
 from kvcache.sequence_state import assign_slot
+from pallas_kernels.row_format import RowKind
 
 _TAKEN_PAGES = 3
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -45,13 +46,6 @@ def preset_params(config: GLMConfig, num_devices: int) -> nnx.State:
     return random_parameters(config, parameter_shardings(abstract, make_mesh(num_devices)))
 
 
-@functools.cache
-def _steps(config: GLMConfig, num_devices: int, **sizes) -> Steps:
-    graph, abstract = abstract_model(config)
-    geometry = kv_geometry(config, num_devices=num_devices, **sizes)
-    return Steps(config, geometry, make_mesh(num_devices), graph, abstract)
-
-
 class Session:
     """A store and its sequences, driven step by step."""
 
@@ -61,16 +55,16 @@ class Session:
         params: nnx.State,
         *,
         num_devices: int = 1,
-        row_kind: str = "float32",
+        row_kind: RowKind = "float32",
         rows_per_device: int = 8,
         max_model_len: int = 512,
         max_sequences: int = 4,
         with_mtp: bool = False,
     ) -> None:
         pages = _TAKEN_PAGES + max_sequences * max_model_len // (rows_per_device * num_devices)
-        self.steps = _steps(
+        geometry = kv_geometry(
             config,
-            num_devices,
+            num_devices=num_devices,
             row_kind=row_kind,
             device_pages=pages,
             max_model_len=max_model_len,
@@ -78,6 +72,7 @@ class Session:
             rows_per_device=rows_per_device,
             with_mtp=with_mtp,
         )
+        self.steps = compiled_steps(config, geometry, make_mesh(num_devices))
         self.config, self.params, self.geometry = config, params, self.steps.geometry
         self.store = KVStore.create(self.geometry, self.steps.mesh)
         self.sequences = SequenceState.create(

@@ -41,8 +41,8 @@ def check_step_in_place(
         with_mtp=True,
         **host_tier,
     )
-    graph, shapes = abstract_model(config)
-    steps = Steps(config, geometry, make_mesh(num_devices), graph, shapes)
+    _, shapes = abstract_model(config)
+    steps = Steps(config, geometry, make_mesh(num_devices))
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     store = KVStore.create(geometry, steps.mesh)
     sequences = SequenceState.create(geometry, config.hidden_size, jnp.float32, steps.mesh)

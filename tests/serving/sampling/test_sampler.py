@@ -25,6 +25,7 @@ def make_sequences(slots: int, num_devices: int = 1) -> SequenceState:
         jnp.arange(slots, dtype=jnp.int32),
         jnp.full((slots,), 7, jnp.int32),
         jnp.zeros((slots, 4), jnp.float32),
+        jnp.zeros((slots,), bool),
     )
     everywhere = jax.sharding.NamedSharding(make_mesh(num_devices), jax.sharding.PartitionSpec())
     return jax.device_put(sequences, everywhere)
