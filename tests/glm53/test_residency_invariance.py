@@ -484,7 +484,10 @@ HAPPENS = (
 def test_residency_changes_no_bit(row_kind: RowKind, num_devices: int) -> None:
     """A stale or misplaced row, an order that depends on the tier, a page mapped too late."""
     histories = make_histories(row_kind, num_devices)
-    run_state_machine_as_test(histories, settings=settings(max_examples=16, stateful_step_count=70))
+    examples = 16 if num_devices == 1 else 24
+    run_state_machine_as_test(
+        histories, settings=settings(max_examples=examples, stateful_step_count=70)
+    )
     missing = [name for name in HAPPENS if histories.counts[name] == 0]
     assert not missing, f"no history had: {', '.join(missing)}"
     assert histories.counts["steps"] > 200
