@@ -35,7 +35,7 @@ from tests.cached_session import CachedSession, Expected, StoredRows, as_bytes, 
 from tests.support import preset_params, random_tokens
 
 LENGTH = 72
-MOST_PROMPT, MOST_MORE = 48, 24
+MOST_PROMPT, MOST_MORE, MOST_IMPORTED = 48, 24, 24
 SLOTS = range(3)
 PREFILL_ROWS, DECODE_ROWS = 16, 6
 STREAMS = range(4)
@@ -316,7 +316,8 @@ class Histories(RuleBasedStateMachine):
         del self.running[slot]
         self.cache.close(slot)
 
-    @rule(stream=st.sampled_from(STREAMS), total=st.integers(1, MOST_PROMPT))
+    @precondition(lambda self: not self.arriving[1:])
+    @rule(stream=st.sampled_from(STREAMS), total=st.integers(1, MOST_IMPORTED))
     def begin_import(self, stream: int, total: int) -> None:
         """Takes pages for a prefix that comes from elsewhere; or changes nothing."""
         before = self.account()
@@ -484,7 +485,7 @@ HAPPENS = (
 def test_residency_changes_no_bit(row_kind: RowKind, num_devices: int) -> None:
     """A stale or misplaced row, an order that depends on the tier, a page mapped too late."""
     histories = make_histories(row_kind, num_devices)
-    examples = 16 if num_devices == 1 else 24
+    examples = 16 if num_devices == 1 else 30
     run_state_machine_as_test(
         histories, settings=settings(max_examples=examples, stateful_step_count=70)
     )
