@@ -6,6 +6,8 @@ merge of partial attention make the result exact.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +29,12 @@ from kvcache.selection import (
     stage_layer,
 )
 from kvcache.store import MESH_AXIS, KVStore, append_index_keys, append_rows
-from pallas_kernels.index_scores import index_scores
+from pallas_kernels.index_scores import batched_index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
 from pallas_kernels.sparse_attention import sparse_attention
 
 _SCORED_ROWS = 64  # rows of one sequence that share a read of its index keys
+_SCORE_BYTES = 128 << 20  # scores that exist at a time, on one device
 
 
 @pytree_dataclass
@@ -243,10 +246,11 @@ class Forward:
 
         host = store.host if num_rows <= MOST_ROWS_TO_RESOLVE else None
 
-        def select(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            query, weights, positions, pages, slot = chunk
-            num_keys = jnp.max(positions) // geometry.num_devices + 1
-            scores = index_scores(
+        def select(batch: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """[batch, together, ...] each to the best [batch, together, k] and hot rows' scores."""
+            query, weights, positions, pages, slots = batch
+            num_keys = jnp.max(positions, axis=1) // geometry.num_devices + 1
+            scores = batched_index_scores(
                 query,
                 weights,
                 store.index_keys,
@@ -256,16 +260,25 @@ class Forward:
                 geometry.index_row_format,
             )
             best = select_topk(
-                scores, context, self.first_position, positions, self.config.index_topk
+                scores.reshape(-1, num_local),
+                context,
+                self.first_position,
+                positions.reshape(-1),
+                self.config.index_topk,
+                ordered=False,
             )
+            best = tuple(each.reshape(*positions.shape, -1) for each in best)
             if host is None:
                 return best
-            return *best, hot_row_scores(host, index.index_layer, slot, positions, scores)
+            score_hot_rows = partial(hot_row_scores, host, index.index_layer)
+            by_sequence = (slots, positions, scores)
+            return *best, lax.map(lambda sequence: score_hot_rows(*sequence), by_sequence)
 
         tables = jnp.repeat(self.rows.block_tables, chunks, axis=0)
         slots = jnp.repeat(self.rows.slots, chunks)
         chunked = (split(query, 0), split(weights, 0), split(self.positions, -1), tables, slots)
-        scores, positions, *hot_scores = lax.map(select, chunked)
+        most = max(1, _SCORE_BYTES // (4 * together * num_local))
+        scores, positions, *hot_scores = _map_batches(select, chunked, most)
         scores, positions = join(scores), join(positions)
         best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
         grouped = best.reshape(num_groups, num_rows, -1)
@@ -324,6 +337,20 @@ class Forward:
         experts = jnp.where(self.positions[:, None] >= 0, experts, moe.num_experts)
         routed = moe.run_experts(index.mlp_layer, rows, experts, weights)
         return lax.psum(routed + mixed, MESH_AXIS)
+
+
+def _map_batches(
+    function: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]],
+    arrays: tuple[jax.Array, ...],
+    most: int,
+) -> tuple[jax.Array, ...]:
+    """`function` of equal batches of at most `most` along the first axis, one after another."""
+    size = arrays[0].shape[0]
+    batch = max(number for number in range(1, min(most, size) + 1) if size % number == 0)
+    if batch == size:
+        return function(arrays)
+    batches = tuple(x.reshape(-1, batch, *x.shape[1:]) for x in arrays)
+    return jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), lax.map(function, batches))
 
 
 def _advance(

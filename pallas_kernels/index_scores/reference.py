@@ -24,21 +24,7 @@ def index_scores(
     num_keys: Int[Array, ""],
     row_format: RowFormat,
 ) -> Float[Array, "rows context"]:
-    """Scores `sum_h w[h] * relu(q[h] . k[s])` of each row against a sequence's keys, in float32.
-
-    Args:
-        query: rotated index queries.
-        head_weights: weight of each head, all constant scales folded in.
-        index_keys: stored keys.
-        index_layer: which layer's keys.
-        pages: the sequence's pages in order.
-        num_keys: keys from here on need not be scored.
-        row_format: format of a stored key.
-
-    Returns:
-        One score per key of `pages`. What lies in blocks from `num_keys` on is -inf; the other
-        scores are not masked.
-    """
+    """`operation.index_scores`."""
     rows_per_page = index_keys.shape[2]
     pages_per_block = KEY_BLOCK // rows_per_page
     blocks = jnp.pad(pages, (0, -pages.shape[0] % pages_per_block)).reshape(-1, pages_per_block)
@@ -63,3 +49,23 @@ def index_scores(
     num_blocks = -(-num_keys // KEY_BLOCK)
     scores = lax.fori_loop(0, num_blocks, score_block, scores)
     return scores[:, : pages.shape[0] * rows_per_page]
+
+
+def batched_index_scores(
+    query: Float[Array, "sequences rows heads key_dim"],
+    head_weights: Float[Array, "sequences rows heads"],
+    index_keys: Shaped[Array, "index_layers pages rows_per_page width"],
+    index_layer: int | Int[Array, ""],
+    pages: Int[Array, "sequences context_pages"],
+    num_keys: Int[Array, " sequences"],
+    row_format: RowFormat,
+) -> Float[Array, "sequences rows context"]:
+    """`operation.batched_index_scores`, one sequence at a time."""
+
+    def score(sequence: tuple[jax.Array, ...]) -> jax.Array:
+        query, head_weights, pages, num_keys = sequence
+        return index_scores(
+            query, head_weights, index_keys, index_layer, pages, num_keys, row_format
+        )
+
+    return lax.map(score, (query, head_weights, pages, num_keys))

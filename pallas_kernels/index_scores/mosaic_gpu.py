@@ -1,0 +1,438 @@
+"""Index scores on tensor cores: blocks of keys against the queries of a few rows at a time.
+
+The blocks of all sequences are numbered through and dealt out evenly, whatever the sequences'
+lengths. A warpgroup keeps blocks of stored keys on their way to shared memory, turns the one that
+has landed into an operand of the tensor cores, and reduces the products over heads in registers.
+
+An fp8 key is 132 bytes, which no tensor copy can address; four keys are 528. So they are copied by
+four and read back as words, of which byte b of word j is key value 4 * j + b. The operand holds
+all bytes 0, then all bytes 1, and so on, and the query is put in the same order: a dot product
+does not mind.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.index_scores.query_operand import KEY_DIM, WORDS, query_operand
+from pallas_kernels.index_scores.reference import KEY_BLOCK
+from pallas_kernels.row_format import RowFormat
+
+BLOCK = 128
+"""Keys that a warpgroup scores together."""
+_RING = 2  # blocks of keys that a warpgroup keeps in flight
+_NUM_BLOCKS = 132  # one on each multiprocessor of an H200
+_MAX_WARPGROUPS = 3
+_MAX_INTERPRETED = 2  # as many threads as wait there may block those they wait for
+_MAX_COLUMNS = 256  # query rows times heads times parts in shared memory
+_MAX_SEQUENCES = 256
+_SHARED_BYTES = 224 * 1024
+_ALIGNED_KEYS = 32  # four fp8 keys are a copied row, and a copy begins at a multiple of 8
+_SWIZZLE = 128
+
+Ref = Any
+Index = jax.Array | int
+
+
+def unsupported(
+    query_shape: tuple[int, ...], query_dtype: Any, rows_per_page: int, row_format: RowFormat
+) -> str | None:
+    """Why the kernel cannot score queries [sequences, rows, heads, key_dim], None if it can."""
+    sequences, rows, heads, key_dim = query_shape
+    if row_format.kind == "float32":
+        return "float32 keys have no exact tensor core form"
+    if key_dim != KEY_DIM:
+        return f"keys of {key_dim} values, not {KEY_DIM}"
+    if heads % 8 or heads > 64:
+        return f"{heads} heads, not a multiple of 8 up to 64"
+    if rows_per_page % _ALIGNED_KEYS or max(rows_per_page, BLOCK) % min(rows_per_page, BLOCK):
+        return f"{rows_per_page} rows per page, not {_ALIGNED_KEYS}, 64 or a multiple of {BLOCK}"
+    if not 0 < sequences <= _MAX_SEQUENCES or not rows:
+        return f"{sequences} sequences of {rows} rows, not 1 to {_MAX_SEQUENCES} of 1 or more"
+    if query_dtype == jnp.float8_e4m3fn and row_format.kind != "fp8":
+        return f"e4m3 queries of {row_format.kind} keys"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Sizes of one launch.
+
+    Attributes:
+        rows: query rows.
+        heads: heads of a row.
+        parts: operands whose sum is the query.
+        dtype: of the operands.
+        fp8_keys: keys are stored as words, to be unpacked.
+        rows_per_page: keys of a page.
+        context_pages: pages of a sequence.
+        interpreted: runs in the interpreter.
+    """
+
+    rows: int
+    heads: int
+    parts: int
+    dtype: Any
+    fp8_keys: bool
+    rows_per_page: int
+    context_pages: int
+    interpreted: bool
+
+    @property
+    def keys_per_line(self) -> int:
+        """Keys side by side in a row of the stored keys as they are copied."""
+        # The interpreter cannot read lines of four keys as keys, and can copy single ones.
+        return 4 if self.fp8_keys and not self.interpreted else 1
+
+    @functools.cached_property
+    def rows_together(self) -> int:
+        """Query rows in shared memory."""
+        most = max(1, _MAX_COLUMNS // (self.heads * self.parts))
+        return max(rows for rows in range(1, most + 1) if self.rows % rows == 0)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the query operand in shared memory."""
+        return self.rows_together * self.heads
+
+    @property
+    def row_tiles(self) -> int:
+        return self.rows // self.rows_together
+
+    @property
+    def context(self) -> int:
+        return self.context_pages * self.rows_per_page
+
+    @property
+    def context_blocks(self) -> int:
+        return -(-self.context // BLOCK)
+
+    @property
+    def copied_keys(self) -> int:
+        """Keys of a copy: they lie in one page."""
+        return min(self.rows_per_page, BLOCK)
+
+    @property
+    def transforms(self) -> tuple[Any, ...]:
+        """Layout of a tensor core operand in shared memory."""
+        # pyright takes the transforms for abstract.
+        tiling = plgpu.TilingTransform(  # pyright: ignore[reportAbstractUsage]
+            (8, _SWIZZLE // jnp.dtype(self.dtype).itemsize)
+        )
+        return tiling, plgpu.SwizzleTransform(_SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+
+    @property
+    def warpgroups(self) -> int:
+        itemsize = jnp.dtype(self.dtype).itemsize
+        operand = BLOCK * KEY_DIM * itemsize
+        stored = BLOCK * (KEY_DIM + 4) if self.fp8_keys else 0
+        own = _RING * stored + operand if self.fp8_keys else _RING * operand
+        query = self.parts * self.columns * KEY_DIM * itemsize
+        most = _MAX_INTERPRETED if self.interpreted else _MAX_WARPGROUPS
+        return min(most, (_SHARED_BYTES - query) // (own + 1024))
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers; what a warpgroup has of its own leads with its number."""
+        groups, slots = self.warpgroups, self.warpgroups * _RING
+        operand = plgpu.SMEM(
+            (groups if self.fp8_keys else slots, BLOCK, KEY_DIM),
+            self.dtype,
+            transforms=self.transforms,
+        )
+        scratch = {
+            "operand": operand,
+            "query": plgpu.SMEM(
+                (self.parts, self.columns, KEY_DIM), self.dtype, transforms=self.transforms
+            ),
+            "weights": plgpu.SMEM((self.columns,), jnp.float32),
+            "landed": plgpu.Barrier(num_barriers=slots, num_arrivals=BLOCK // self.copied_keys),
+            "loaded": plgpu.Barrier(num_arrivals=self.parts + 1),
+            "released": plgpu.Barrier(num_arrivals=groups),
+            "counted": plgpu.Barrier(),
+        }
+        if self.fp8_keys:
+            lines, width = BLOCK // self.keys_per_line, (WORDS + 1) * self.keys_per_line
+            scratch["words"] = plgpu.SMEM((slots, lines, width), jnp.int32)
+            scratch["scale"] = plgpu.SMEM((groups, BLOCK, 1), jnp.float32)
+        return scratch
+
+
+def index_scores(
+    query: jax.Array,
+    head_weights: jax.Array,
+    index_keys: jax.Array,
+    index_layer: Index,
+    pages: jax.Array,
+    num_keys: jax.Array,
+    *,
+    row_format: RowFormat,
+    interpret: Any,
+    num_blocks: int | None = None,
+) -> jax.Array:
+    """The kernel of `operation.batched_index_scores`."""
+    sequences, rows, heads, _ = query.shape
+    fp8_keys = row_format.kind == "fp8"
+    _, num_pages, rows_per_page, width = index_keys.shape
+    if num_blocks is None:
+        num_blocks = _NUM_BLOCKS if interpret is None else 2
+    operand, weights = query_operand(query, head_weights, fp8_keys)
+    plan = _Plan(
+        rows=rows,
+        heads=heads,
+        parts=operand.shape[1],
+        dtype=operand.dtype,
+        fp8_keys=fp8_keys,
+        rows_per_page=rows_per_page,
+        context_pages=pages.shape[1],
+        interpreted=interpret is not None,
+    )
+    scored = -(-num_keys.astype(jnp.int32) // KEY_BLOCK) * (KEY_BLOCK // BLOCK)
+    counts = jnp.clip(scored, 0, plan.context_blocks)
+    kernel = plgpu.kernel(
+        functools.partial(_score, plan, sequences, num_pages),
+        out_type=jax.ShapeDtypeStruct((sequences, rows, plan.context_blocks * BLOCK), jnp.float32),
+        scratch_types=plan.scratch() | {"counts": plgpu.SMEM((-(-sequences // 4) * 4,), jnp.int32)},
+        grid=(plan.row_tiles, max(1, num_blocks // plan.row_tiles)),
+        grid_names=("row_tile", "block"),
+        num_threads=plan.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="index_scores",
+        interpret=interpret,
+    )
+    scores = kernel(
+        operand,
+        weights,
+        index_keys.reshape(-1, plan.keys_per_line * width),
+        jnp.asarray(index_layer, jnp.int32)[None],
+        pages,
+        jnp.pad(counts, (0, -sequences % 4)),
+    )
+    return scores[:, :, : plan.context]
+
+
+def _score(
+    plan: _Plan,
+    sequences: int,
+    num_pages: int,
+    query_ref: Ref,
+    weights_ref: Ref,
+    keys_ref: Ref,
+    layer_ref: Ref,
+    pages_ref: Ref,
+    counts_ref: Ref,
+    scores_ref: Ref,
+    *,
+    counts: Ref,
+    counted: Ref,
+    query: Ref,
+    weights: Ref,
+    loaded: Ref,
+    released: Ref,
+    **own: Ref,
+) -> None:
+    """What one warpgroup does: its share of every sequence's blocks of keys."""
+    row_tile, block = lax.axis_index("row_tile"), lax.axis_index("block")
+    warpgroup, num_blocks = lax.axis_index("warpgroup"), lax.axis_size("block")
+    first_column = row_tile * plan.columns
+    leads = warpgroup == 0
+
+    @pl.when(leads)
+    def _() -> None:
+        plgpu.copy_gmem_to_smem(counts_ref, counts, counted)
+
+    plgpu.barrier_wait(counted)
+    total = lax.fori_loop(0, sequences, lambda s, total: total + counts[s], 0)
+    begin, end = total * block // num_blocks, total * (block + 1) // num_blocks
+    group = _Warpgroup(plan, keys_ref, layer_ref[0] * num_pages, warpgroup, query, weights, **own)
+
+    def visit(sequence: jax.Array, before: jax.Array) -> jax.Array:
+        count = counts[sequence]
+        first = jnp.maximum(begin - before, 0)
+        last = jnp.minimum(end - before, count)
+        scores = scores_ref.at[sequence, pl.ds(row_tile * plan.rows_together, plan.rows_together)]
+
+        @pl.when(first < last)
+        def _() -> None:
+            @pl.when(leads)
+            def _() -> None:
+                columns = pl.ds(first_column, plan.columns)
+                for part in range(plan.parts):
+                    source = query_ref.at[sequence, part, columns]
+                    plgpu.copy_gmem_to_smem(source, query.at[part], loaded)
+                plgpu.copy_gmem_to_smem(weights_ref.at[sequence, columns], weights, loaded)
+
+            group.score(pages_ref.at[sequence], scores, first, last, loaded)
+            # Once nobody reads queries and weights any more, others may be copied in their place.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(released)
+            pl.when(leads)(lambda: plgpu.barrier_wait(released))
+
+        stride = plan.warpgroups * num_blocks
+        group.fill(scores, count + block * plan.warpgroups + warpgroup, stride)
+        return before + count
+
+    lax.fori_loop(0, sequences, visit, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Warpgroup:
+    """One warpgroup's part of shared memory, and what it does there.
+
+    Attributes:
+        plan: sizes.
+        keys: stored keys in device memory, in lines.
+        first_page: page of `keys` at which the layer begins.
+        number: the warpgroup's number in its block.
+        query: [parts, columns, key_dim] in shared memory, of all warpgroups.
+        weights: [columns] in shared memory, of all warpgroups.
+        operand: keys as the tensor cores read them; one block a warpgroup, or one a slot.
+        landed: a barrier for each slot.
+        words: stored fp8 keys by slot.
+        scale: scales of a block of fp8 keys.
+    """
+
+    plan: _Plan
+    keys: Ref
+    first_page: jax.Array
+    number: jax.Array
+    query: Ref
+    weights: Ref
+    operand: Ref
+    landed: Ref
+    words: Ref = None
+    scale: Ref = None
+
+    def score(
+        self, pages: Ref, scores: Ref, first: jax.Array, last: jax.Array, loaded: Ref
+    ) -> None:
+        """Scores every so many of the blocks from `first` to `last` of a sequence."""
+        plan = self.plan
+        first = first + self.number
+        count = jnp.maximum(last - first + plan.warpgroups - 1, 0) // plan.warpgroups
+
+        def block(step: Index) -> jax.Array:
+            return first + step * plan.warpgroups
+
+        for step in range(_RING):
+
+            @pl.when(step < count)
+            def _(step: int = step) -> None:
+                self._fetch(self._lines(pages, block(step)), self._slot(step))
+
+        plgpu.barrier_wait(loaded)
+
+        @pl.loop(0, count)
+        def _(step: jax.Array) -> None:
+            slot = self._slot(step)
+            following = self._lines(pages, block(step + _RING))
+            plgpu.barrier_wait(self.landed.at[slot])
+
+            def refill() -> None:
+                @pl.when(step + _RING < count)
+                def _() -> None:
+                    self._fetch(following, slot)
+
+            columns = pl.ds(block(step) * BLOCK, BLOCK)
+            if plan.fp8_keys:
+                self._unpack(slot)
+                refill()
+                scale = self._load_scale()
+                self._multiply(self.operand.at[self.number], scores.at[:, columns], scale)
+            else:
+                self._multiply(self.operand.at[slot], scores.at[:, columns], None)
+                refill()
+
+    def fill(self, scores: Ref, first: jax.Array, stride: Index) -> None:
+        """Writes -inf to every so many of the blocks from `first` on."""
+        count = jnp.maximum(self.plan.context_blocks - first + stride - 1, 0) // stride
+        nothing = jnp.full((BLOCK,), -jnp.inf, jnp.float32)
+
+        @pl.loop(0, count)
+        def _(step: jax.Array) -> None:
+            columns = pl.ds((first + step * stride) * BLOCK, BLOCK)
+            for row in range(self.plan.rows_together):
+                scores[row, columns] = nothing
+
+    def _slot(self, step: Index) -> Index:
+        return self.number * _RING + lax.rem(step, _RING)
+
+    def _lines(self, pages: Ref, block: jax.Array) -> list[jax.Array]:
+        """Where in the stored keys each copy of a block begins."""
+        plan = self.plan
+        lines = []
+        for part in range(BLOCK // plan.copied_keys):
+            key = block * BLOCK + part * plan.copied_keys
+            # The last block may end beyond the last page.
+            index = jnp.minimum(key // plan.rows_per_page, plan.context_pages - 1)
+            page = self.first_page + pages[index]
+            row = page * plan.rows_per_page + lax.rem(key, plan.rows_per_page)
+            lines.append(row // plan.keys_per_line)
+        return lines
+
+    def _fetch(self, lines: list[jax.Array], slot: Index) -> None:
+        """Begins to copy a block of keys."""
+        size = self.plan.copied_keys // self.plan.keys_per_line
+        target = self.words if self.plan.fp8_keys else self.operand
+        for part, line in enumerate(lines):
+            plgpu.copy_gmem_to_smem(
+                self.keys.at[pl.ds(line, size)],
+                target.at[slot, pl.ds(part * size, size)],
+                self.landed.at[slot],
+            )
+
+    def _unpack(self, slot: Index) -> None:
+        """Turns a landed block of words into operand and scales; the slot is free after it."""
+        words = self.words.at[slot]
+        if self.plan.keys_per_line > 1:
+            words = words.reshape(BLOCK, WORDS + 1)
+        # Each lane holds a key: 33 words apart, no two lanes meet in a bank.
+        layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
+        loaded = plgpu.load(words, layout=layout(1), optimized=False)
+        self.scale[self.number] = lax.bitcast_convert_type(loaded[:, WORDS:], jnp.float32)
+        itemsize = jnp.dtype(self.plan.dtype).itemsize
+        values = plgpu.layout_cast(loaded[:, :WORDS], layout(16 // itemsize))
+        planes = []
+        for byte in range(4):
+            plane = (values >> (8 * byte)).astype(jnp.int8)
+            plane = lax.bitcast_convert_type(plane, jnp.float8_e4m3fn)
+            planes.append(plane if itemsize == 1 else plane.astype(self.plan.dtype))
+        self.operand[self.number] = jnp.concatenate(planes, axis=1)
+        plgpu.commit_smem()
+
+    def _load_scale(self) -> jax.Array:
+        """Scales of the unpacked block, by key as products are."""
+        scale = self.scale.at[self.number, :, 0]
+        return plgpu.load(scale, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def _multiply(self, keys: Ref, scores: Ref, scale: jax.Array | None) -> None:
+        """Scores a block of keys, some rows at a time."""
+        plan = self.plan
+        together = max(1, 64 // plan.heads)
+        for first in range(0, plan.rows_together, together):
+            rows = min(together, plan.rows_together - first)
+            columns = pl.ds(first * plan.heads, rows * plan.heads)
+
+            def multiply(products: Ref, columns: Any = columns) -> jax.Array:
+                for part in range(plan.parts):
+                    query = self.query.at[part, columns].transpose((1, 0))
+                    plgpu.wgmma(products, keys, query)
+                return products[...]
+
+            products = pl.run_scoped(
+                multiply, plgpu.WGMMAAccumulatorRef((BLOCK, rows * plan.heads), jnp.float32)
+            )
+            weights = plgpu.load(
+                self.weights.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+            )
+            weights = lax.broadcast_in_dim(weights, products.shape, (1,))
+            weighted = jnp.maximum(products, 0.0) * weights
+            for row in range(rows):
+                heads = weighted[:, row * plan.heads : (row + 1) * plan.heads]
+                score = jnp.sum(heads, axis=1)
+                scores[first + row] = score if scale is None else score * scale
