@@ -84,6 +84,8 @@ class PrefixDescription:
             for name in wanted
             if found[name] != wanted[name]
         ]
+        if self.model != store.model:
+            misfits[0] += " (other weights, configuration or numerics)"
         if store.num_mtp_layers > self.num_mtp_layers:
             misfits.append("num_mtp_layers is 0, the store needs rows of the MTP layer")
         return misfits

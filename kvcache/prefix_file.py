@@ -21,6 +21,7 @@ before it has been held against the bytes that are there.
 
 import contextlib
 import dataclasses
+import errno
 import io
 import math
 import os
@@ -139,6 +140,8 @@ def write_prefix(
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """A new file, which takes the place of `path` when the block ends without an exception."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such directory", str(path.parent))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:

@@ -42,6 +42,8 @@ class GenerationLoop:
             if self._waiting and self._free_slots and self._admit(self._waiting[0]):
                 self._waiting.popleft()
             self._decode()
+            # Last, so that whoever waits for a sequence finds its pages still cached.
+            self._close_finished()
             done = True
         finally:
             if not done:
@@ -81,16 +83,19 @@ class GenerationLoop:
             return False
         self._running[self._free_slots.pop()] = sequence
         sequence.accept(*self._runner.prefill(slot, sequence))
-        self._close_finished()
         return True
 
     def _decode(self) -> None:
-        """Gives every running sequence one more token."""
-        if self._running:
-            chosen = self._runner.decode(self._running)
-            for sequence, (token, logprobs) in zip(self._running.values(), chosen, strict=True):
+        """Gives every running sequence that is not done one more token."""
+        unfinished = {
+            slot: sequence
+            for slot, sequence in self._running.items()
+            if sequence.finish_reason is None
+        }
+        if unfinished:
+            chosen = self._runner.decode(unfinished)
+            for sequence, (token, logprobs) in zip(unfinished.values(), chosen, strict=True):
                 sequence.accept(token, logprobs)
-            self._close_finished()
 
     def _close_finished(self) -> None:
         finished = [slot for slot, sequence in self._running.items() if sequence.finish_reason]

@@ -287,7 +287,8 @@ class LLM:
             Tokens of the prompt.
 
         Raises:
-            ValueError, TypeError: the prompt is refused.
+            ValueError, TypeError: the prompt is refused, also one that leaves no room for a token
+                within `max_model_len`.
             OSError: the file cannot be written. Nothing is left of it then.
         """
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -310,8 +311,9 @@ class LLM:
 
         Raises:
             PrefixFileError: the file is no prefix file, torn, damaged, or of another model or
-                format. The cache is as before then.
-            OutOfPagesError: the cache has too little room.
+                format. Nothing of it is cached then; damage inside the rows is found when other
+                prefixes may have been given up to make room for them.
+            OutOfPagesError: the cache has too little room. It is as before then.
             OSError: the file cannot be read.
         """
         return self._transfer.read(Path(path))
@@ -346,11 +348,13 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput]]:
         """Runs requests, drawn while few are waiting, and yields what is done or has grown."""
         drawn = enumerate(requests)
+        most_waiting = self._runner.geometry.max_sequences
         active: dict[int, Request] = {}
         more = True
         try:
             while more or active:
-                while more and self._loop.num_waiting < self._runner.geometry.max_sequences:
+                # At least one, however many wait for another caller.
+                while more and (not active or self._loop.num_waiting < most_waiting):
                     place, request = next(drawn, (0, None))
                     more = request is not None
                     if isinstance(request, RequestOutput):
@@ -360,7 +364,7 @@ class LLM:
                         for sequence in request.continuations:
                             self._loop.add(sequence)
                 if not active:
-                    continue
+                    return
                 before = {place: request.num_output_tokens for place, request in active.items()}
                 self._loop.step()
                 for place, count in before.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from glm53.fingerprint import model_fingerprint
+from kvcache import OutOfPagesError
 from kvcache.prefix_description import PrefixDescription
 from kvcache.prefix_file import PrefixFileError, PrefixReader, write_prefix
 from kvcache.prefix_transfer import PrefixImport, export_prefix
@@ -46,7 +47,7 @@ class PrefixTransfer:
         write_prefix(path, self._description, np.asarray(token_ids, np.int32), blocks)
 
     def read(self, path: Path) -> int:
-        """Puts the rows of a file into the cache, or leaves the cache as it was.
+        """Puts the rows of a file into the cache, all or none.
 
         Returns:
             Tokens of the prefix.
@@ -64,8 +65,17 @@ class PrefixTransfer:
                 raise PrefixFileError(f"{path} has the token {unknown[0]}, which the model has not")
             if not self._runner.usable:
                 self._runner.reset()
-            with PrefixImport(self._runner.cache, token_ids.tolist()) as prefix:
+            with self._import(path, token_ids) as prefix:
                 for rows, keys in reader.blocks(with_mtp=self._description.num_mtp_layers > 0):
                     prefix.write(rows, keys)
                 prefix.finish()
         return len(token_ids)
+
+    def _import(self, path: Path, token_ids: np.ndarray) -> PrefixImport:
+        try:
+            return PrefixImport(self._runner.cache, token_ids.tolist())
+        except OutOfPagesError as error:
+            raise OutOfPagesError(
+                f"{path} has {len(token_ids)} tokens, for which the cache has too little room "
+                f"({error}): raise device_pages or host_memory_gib"
+            ) from error

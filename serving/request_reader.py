@@ -65,6 +65,8 @@ class RequestReader:
         Raises:
             ValueError, TypeError: something is refused.
         """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"parameters must be SamplingParams, got {type(params).__name__}")
         text, token_ids = self._token_ids(prompt)
         params = params.filled(self.generation_config.sampling)
         self._check_ids(token_ids, params)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import os
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ logger = logging.getLogger(__name__)
 KVPolicy = Literal["hybrid", "resident"]
 
 MEMORY_FRACTION = 0.92
+_MOST_HOST_GIB = 1 << 20
 _CPU_BYTES = 1 << 30  # of a store on a CPU, in each tier
 _HOST_SHARE = 0.5  # of the free host memory, for the host tier of accelerators
 _HOT_SELECTIONS = 4  # selections that a sequence's hot rows hold
@@ -56,7 +56,7 @@ class StoreOptions:
             raise ValueError(f"kv_policy must be 'hybrid' or 'resident', got {self.kv_policy!r}")
         _check_number("memory_fraction", self.memory_fraction, 0, 1)
         if self.host_memory_gib is not None:
-            _check_number("host_memory_gib", self.host_memory_gib, 0, math.inf)
+            _check_number("host_memory_gib", self.host_memory_gib, 0, _MOST_HOST_GIB)
         for name in ("host_memory_gib", "hot_rows"):
             value = getattr(self, name)
             if value is not None and self.kv_policy == "resident":
@@ -101,6 +101,11 @@ def resolve_geometry(
         device_pages, host_pages = options.device_pages, host_bytes // one_page.page_bytes
     # Room for a copy of each page: hot rows and staging take places on the device.
     host_pages = min(host_pages, needed) if needed > device_pages else 0
+    if needed > device_pages and options.host_memory_gib is not None and not host_pages:
+        raise ValueError(
+            f"host_memory_gib {options.host_memory_gib} is less than a page of "
+            f"{one_page.page_bytes / 2**30:.3g} GiB: raise it or use kv_policy='resident'"
+        )
     if options.device_pages is None and device_pages + host_pages < one_page.max_pages_per_sequence:
         raise ValueError(
             f"memory for {device_pages} pages on the device and {host_pages} in host memory is "
@@ -181,7 +186,4 @@ def _free_bytes(device: Any, memory_fraction: float | int) -> int:
 
 def _check_number(name: str, value: object, above: float | int, most: float | int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
-        limit = "" if most == math.inf else f" and at most {most}"
-        raise ValueError(f"{name} must be a number above {above}{limit}, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+        raise ValueError(f"{name} must be a number above {above}, at most {most}, got {value!r}")

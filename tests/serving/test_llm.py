@@ -223,6 +223,31 @@ def test_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) ->
         LLM(GOLDEN / "tiny_f32", kv_cache_dtype="int8")  # pyright: ignore[reportArgumentType]
 
 
+def test_calls_beside_an_open_iterator(llm: LLM) -> None:
+    """An iterator that nobody reads from, with more prompts waiting than have slots."""
+    golden = golden_arrays("tiny_f32")
+    prompts = [ids(golden[f"{name}_ids"]) for name in ("p0", "p1")]
+    expected = [golden[f"{name}_e5_greedy"].tolist() for name in ("p0", "p1")]
+    iterator = llm.generate_iter(prompts * 3, FREE, stream=True)
+    next(iterator)
+    (output,) = llm.generate(prompts[0], FREE)
+    assert output.outputs[0].token_ids == expected[0]
+    finished = {place: output for place, output in iterator if output.finished}
+    for place in range(6):
+        assert finished[place].outputs[0].token_ids == expected[place % 2]
+    assert_idle(llm)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_wrong_parameters_among_good_ones(llm: LLM) -> None:
+    """Of one of the requests that are drawn one by one: the others are served."""
+    good, bad = (ids(np.arange(5)), greedy(2)), (ids(np.arange(5)), "x")
+    found = dict(llm.serve([good, bad, good]))  # pyright: ignore[reportArgumentType]
+    assert found[1].error == "parameters must be SamplingParams, got str"
+    assert found[0].outputs[0].token_ids == found[2].outputs[0].token_ids
+    assert found[0].error is found[2].error is None
+
+
 def test_no_prompts(llm: LLM) -> None:
     """An empty list gives an empty list."""
     assert llm.generate([]) == []
@@ -262,6 +287,8 @@ BAD_ARGUMENTS = [
     ({"host_memory_gib": 0}, "host_memory_gib"),
     ({"host_memory_gib": float("inf")}, "host_memory_gib"),
     ({"host_memory_gib": True}, "host_memory_gib"),
+    ({"host_memory_gib": 1e300}, "host_memory_gib.*at most 1048576.*1e\\+300"),
+    ({"host_memory_gib": 1e-9, "device_pages": 4}, "host_memory_gib 1e-09 is less than a page"),
     ({"hot_rows": 0}, "hot_rows"),
     ({"hot_rows": 40_000}, "hot_rows.*32767.*40000"),
     ({"memory_fraction": 0}, "memory_fraction"),

@@ -100,6 +100,23 @@ def test_several_under_way(resident: LLM, tmp_path: Path) -> None:
         assert answer(llm, prompt) == (tokens, len(prompt) - 1)
 
 
+def test_export_while_others_decode(spilling: LLM, resident: LLM, tmp_path: Path) -> None:
+    """Every page is taken, and the sequences that run need the next ones."""
+    prompts, path = [prompt_of(length) for length in (100, 101)], tmp_path / "prefix"
+    cache = spilling._runner.cache
+    long = {"prompt_token_ids": prompt_of(250)}
+    others = [long] * (2 * cache.geometry.num_pages)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    iterator = spilling.generate_iter(others, params, stream=True)
+    for step, _ in zip(range(60), iterator, strict=False):
+        if step % 6 == 0:
+            prompt = prompts[step % 12 // 6]
+            spilling.export_prefix({"prompt_token_ids": prompt}, path)
+            cache.check_integrity()
+            with PrefixReader(path) as reader:
+                assert reader.token_ids.tolist() == prompt
+
+
 def test_an_unfinished_import_leaves_no_trace(resident: LLM) -> None:
     """Pages lost, or rows of half a prefix that a prompt finds."""
     cache = resident._runner.cache
@@ -132,9 +149,11 @@ def test_refused_files(resident: LLM, tmp_path: Path) -> None:
         assert cache.pool.num_free + cache.pool.num_cached_only == free
     with pytest.raises(FileNotFoundError):
         resident.import_prefix(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"nowhere'$"):
+        resident.export_prefix({"prompt_token_ids": [1, 2]}, tmp_path / "nowhere" / "prefix")
     narrow = LLM(MODEL, kv_cache_dtype="bfloat16", kv_policy="resident", **OPTIONS)
     with pytest.raises(PrefixFileError, match="row_format"):
         narrow.import_prefix(path)
     other_epsilon = LLM(MODEL, latent_norm_eps=1e-6, kv_policy="resident", **OPTIONS)
-    with pytest.raises(PrefixFileError, match="model"):
+    with pytest.raises(PrefixFileError, match="other weights, configuration or numerics"):
         other_epsilon.import_prefix(path)
