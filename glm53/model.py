@@ -5,7 +5,6 @@ and carry the logical axes from which their sharding follows. The modules hold n
 `nnx.split` once, then pass the parameters to jitted steps.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -74,34 +73,3 @@ class GLMModel(nnx.Module):
 def abstract_model(config: GLMConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure and the shapes and dtypes of its parameters, without memory."""
     return nnx.split(nnx.eval_shape(lambda: GLMModel(config)))
-
-
-def random_parameters(config: GLMConfig, shardings: nnx.State, seed: int = 0) -> nnx.State:
-    """Random parameters of a sensible size, for tests and measurements.
-
-    Norm weights are near 1, matrices have variance 1 / inputs, FP8 scales undo the width of e4m3.
-    """
-    _, abstract = abstract_model(config)
-    leaves, structure = jax.tree.flatten_with_path(abstract)
-
-    def draw() -> nnx.State:
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
-        drawn = [
-            _draw(key, jax.tree_util.keystr(path), leaf)
-            for key, (path, leaf) in zip(keys, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, drawn)
-
-    return jax.jit(draw, out_shardings=shardings)()
-
-
-def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    noise = jax.random.normal(key, leaf.shape, jnp.float32)
-    if "scale" in path:
-        return jnp.abs(noise) * 1e-3 + 1e-4
-    if "norm" in path and "weight" in path:
-        return (1 + 0.1 * noise).astype(leaf.dtype)
-    if "bias" in path:
-        return (0.1 * noise).astype(leaf.dtype)
-    gain = 64.0 if leaf.dtype == jnp.float8_e4m3fn else leaf.shape[-1] ** -0.5
-    return (noise * gain).astype(leaf.dtype)

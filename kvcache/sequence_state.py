@@ -5,6 +5,7 @@ A step can be launched before the last one's tokens are known, because it reads 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvcache.geometry import KVGeometry
+from kvcache.per_engine import per_engine
 from kvcache.pytree import pytree_dataclass
 
 
@@ -39,18 +41,25 @@ class SequenceState:
         cls, geometry: KVGeometry, hidden_size: int, dtype: jax.typing.DTypeLike, mesh: Mesh
     ) -> "SequenceState":
         """State with every slot empty."""
-        slots = geometry.max_sequences
+        return _creation(geometry, hidden_size, jnp.dtype(dtype), mesh)()
 
-        def build() -> SequenceState:
-            return cls(
-                jnp.full((slots, geometry.max_pages_per_sequence), -1, jnp.int32),
-                jnp.zeros((slots,), jnp.int32),
-                jnp.zeros((slots,), jnp.int32),
-                jnp.zeros((slots, hidden_size), dtype),
-                jnp.zeros((slots,), bool),
-            )
 
-        return jax.jit(build, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+@per_engine
+def _creation(
+    geometry: KVGeometry, hidden_size: int, dtype: jnp.dtype, mesh: Mesh
+) -> Callable[[], SequenceState]:
+    slots = geometry.max_sequences
+
+    def create() -> SequenceState:
+        return SequenceState(
+            jnp.full((slots, geometry.max_pages_per_sequence), -1, jnp.int32),
+            jnp.zeros((slots,), jnp.int32),
+            jnp.zeros((slots,), jnp.int32),
+            jnp.zeros((slots, hidden_size), dtype),
+            jnp.zeros((slots,), bool),
+        )
+
+    return jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvcache.geometry import KVGeometry
 from kvcache.host_tier import HostTier
+from kvcache.per_engine import per_engine
 from kvcache.pytree import pytree_dataclass
 from pallas_kernels.append_rows import append_rows as write_rows
 from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
@@ -92,7 +93,13 @@ class KVStore:
     @classmethod
     def create(cls, geometry: KVGeometry, mesh: Mesh) -> "KVStore":
         """An empty store on the mesh: no page has a place in any tier."""
-        return jax.jit(lambda: cls._empty(geometry), out_shardings=cls.shardings(geometry, mesh))()
+        return _creation(geometry, mesh)()
+
+
+@per_engine
+def _creation(geometry: KVGeometry, mesh: Mesh) -> Callable[[], KVStore]:
+    shardings = KVStore.shardings(geometry, mesh)
+    return jax.jit(lambda: KVStore._empty(geometry), out_shardings=shardings)
 
 
 def on_device(store: KVStore) -> KVStore:

@@ -4,7 +4,6 @@ Each takes the store donated and returns it; what follows is ordered behind it b
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,10 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvcache.geometry import KVGeometry
 from kvcache.page_moves import MoveList
+from kvcache.per_engine import per_engine
 from kvcache.store import MESH_AXIS, KVStore, in_host, on_device
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 
-MOST_COMPILED = 16
-"""Geometries whose compiled programs are kept for the next engine of the same sizes."""
 EVERYWHERE = PartitionSpec()
 _BY_ROW = PartitionSpec(None, MESH_AXIS)
 
@@ -78,7 +76,7 @@ class Transitions:
         )
 
 
-compiled_transitions = functools.lru_cache(maxsize=MOST_COMPILED)(Transitions)
+compiled_transitions = per_engine(Transitions)
 """`Transitions` that are shared by all stores of the same geometry and mesh in a process."""
 
 

@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = (
 )
 # Compiled steps are kept between runs; a step is compiled again only when its program changes.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "jax")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 from collections.abc import Iterator
 

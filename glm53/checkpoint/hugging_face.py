@@ -137,10 +137,14 @@ def _fill(
     _, abstract = abstract_model(config)
     shardings = dict(nnx.to_flat_state(parameter_shardings(abstract, mesh)))
     shapes = dict(nnx.to_flat_state(abstract))
-    filled: dict[tuple, jax.Array] = {}
+    tensors = [(file, specs[name]) for file in files for name in file.tensors if name in specs]
+    whole = {spec.path for _, spec in tensors if not spec.index}
+    filled = _empty_stacks(
+        {name: shape.get_value() for name, shape in shapes.items() if name not in whole},
+        {name: sharding.get_value() for name, sharding in shardings.items()},
+    )
     last = ()
     problems = []
-    tensors = [(file, specs[name]) for file in files for name in file.tensors if name in specs]
     hidden = not (use_tqdm and sys.stderr.isatty())
     for file, spec in tqdm(tensors, desc="Loading weights", unit="tensor", disable=hidden):
         try:
@@ -156,18 +160,12 @@ def _fill(
         if not spec.index:
             last = filled[spec.path] = _place(value, sharding)
             continue
-        if spec.path not in filled:
-            filled[spec.path] = _zeros(target.shape, target.dtype, sharding)
         trailing = NamedSharding(mesh, jax.P(*sharding.spec[len(spec.index) :]))
         last = filled[spec.path] = _insert(sharding, len(spec.index))(
             filled[spec.path], _place(value, trailing), np.asarray(spec.index, np.int32)
         )
     if problems:
         raise CheckpointError(path, problems)
-    for name, shape in shapes.items():
-        if name not in filled:  # a stack of no layers
-            target = shape.get_value()
-            filled[name] = _zeros(target.shape, target.dtype, shardings[name].get_value())
     leaves = {name: shapes[name].replace(filled[name]) for name in shapes}
     return nnx.from_flat_state(leaves)
 
@@ -184,13 +182,16 @@ def _place(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-@functools.cache
-def _zeros_of(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding):
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+def _empty_stacks(
+    shapes: dict[tuple, jax.ShapeDtypeStruct], shardings: dict[tuple, NamedSharding]
+) -> dict[tuple, jax.Array]:
+    """Zeros of the given shapes, all from one program."""
 
+    def create() -> list[jax.Array]:
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes.values()]
 
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
-    return _zeros_of(shape, dtype, sharding)()
+    created = jax.jit(create, out_shardings=[shardings[name] for name in shapes])()
+    return dict(zip(shapes, created, strict=True))
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from kvcache.per_engine import per_engine
 from kvcache.pytree import pytree_dataclass
 
 MAX_STOP_IDS = 128
@@ -81,11 +82,15 @@ class SamplingState:
     def create(cls, max_sequences: int, vocab_size: int, mesh: Mesh) -> "SamplingState":
         """State with every slot greedy, without limits and without a history."""
         greedy = SlotSampling(temperature=0.0, seed=0).as_state(vocab_size)
+        return _repeat(max_sequences, mesh)(greedy)
 
-        def build(one: SamplingState) -> SamplingState:
-            return jax.tree.map(lambda array: jnp.repeat(array, max_sequences, axis=0), one)
 
-        return jax.jit(build, out_shardings=NamedSharding(mesh, PartitionSpec()))(greedy)
+@per_engine
+def _repeat(count: int, mesh: Mesh) -> Callable[[SamplingState], SamplingState]:
+    def repeat(one: SamplingState) -> SamplingState:
+        return jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), one)
+
+    return jax.jit(repeat, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

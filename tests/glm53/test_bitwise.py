@@ -6,6 +6,7 @@ logits are the same bits as in one prefill of the whole sequence.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,23 +19,28 @@ from glm53.linear import matmul
 from glm53.row_tiles import ROW_TILE, map_row_tiles
 from glm53.sharding import make_mesh
 from serving.engine_options import model_path
-from tests.support import Session, random_tokens, small_session
+from tests.support import Session, micro_config, preset_params, random_tokens
 
-LENGTH = 144  # six times index_topk, and longer than a block of rows that are scored together
+LENGTH = 144  # many times index_topk, and longer than a block of rows that are scored together
 SLOTS = 3
 ROW_BUCKETS = (16, LENGTH)
 DECODE_BUCKETS = (1, 4)
+
+
+def start(num_devices: int) -> Session:
+    params = preset_params(micro_config(), num_devices)
+    return Session(micro_config(), params, num_devices=num_devices, max_model_len=256)
 
 
 class Sequences:
     """The tokens of each slot, and each position's logits from one whole prefill."""
 
     def __init__(self, num_devices: int) -> None:
-        self.session = small_session(num_devices, max_model_len=256)
+        self.session = start(num_devices)
         self.tokens = [random_tokens(self.session.config, LENGTH, seed) for seed in range(SLOTS)]
         self.expected = []
         for tokens in self.tokens:
-            whole = small_session(num_devices, max_model_len=256)
+            whole = start(num_devices)
             whole.open(0, LENGTH)
             logits = np.asarray(whole.append({0: tokens}, rows=LENGTH).logits)[0]
             self.expected.append(logits)
@@ -50,7 +56,7 @@ class History:
 
     def __init__(self, sequences: Sequences, data: st.DataObject) -> None:
         self.sequences, self.data = sequences, data
-        self.run = small_session(sequences.session.geometry.num_devices, max_model_len=256)
+        self.run = start(sequences.session.geometry.num_devices)
         self.done = [0] * SLOTS
         for slot in data.draw(st.permutations(range(SLOTS)), label="order of opening"):
             self.run.open(slot, LENGTH)
@@ -147,8 +153,9 @@ def test_row_tiles(num_rows: int) -> None:
     rng = np.random.default_rng(num_rows)
     rows = jnp.asarray(rng.standard_normal((num_rows, 96), np.float32))
     matrix = jnp.asarray(rng.standard_normal((160, 96), np.float32))
-    together = map_row_tiles(lambda tile: matmul(tile, matrix), rows)
-    alone = [map_row_tiles(lambda tile: matmul(tile, matrix), row[None])[0] for row in rows]
+    product = jax.jit(lambda rows: map_row_tiles(lambda tile: matmul(tile, matrix), rows))
+    together = product(rows)
+    alone = [product(row[None])[0] for row in rows]
     np.testing.assert_array_equal(np.asarray(together), np.stack(alone))
     np.testing.assert_allclose(np.asarray(together), rows @ matrix.T, rtol=1e-4, atol=1e-4)
 

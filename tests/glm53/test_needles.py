@@ -32,7 +32,7 @@ class Reader:
         lines = (MODEL / "needles.jsonl").read_text(encoding="utf-8").splitlines()
         self.documents = [json.loads(line) for line in lines]
 
-    def rate(self, prefix: str, most: int | None = None) -> float:
+    def rate(self, prefix: str, most: int) -> float:
         """Share of the questions about documents of one size that are answered exactly."""
         documents = [doc for doc in self.documents if doc["id"].startswith(prefix)][:most]
         right = [found for document in documents for found in self.ask(document)]
@@ -84,12 +84,12 @@ def reader() -> Reader:
 
 def test_1k(reader: Reader) -> None:
     """At least 90% at 1K tokens, where 94% was measured of the model when it was trained."""
-    assert reader.rate("1000") >= 0.9
+    assert reader.rate("1000", most=4) >= 0.9
 
 
 def test_8k(reader: Reader) -> None:
     """At least 75% at 8K tokens, where 85% was measured of the model when it was trained."""
-    assert reader.rate("8000") >= 0.75
+    assert reader.rate("8000", most=2) >= 0.75
 
 
 def test_last_positions_instead_of_the_indexer(
@@ -106,4 +106,4 @@ def test_last_positions_instead_of_the_indexer(
     monkeypatch.setattr(Forward, "_select", select_last)
     # Another epsilon, too near to matter, so that steps compiled with the indexer are not reused.
     monkeypatch.setattr(reader, "config", reader.config.replace(rms_norm_eps=1.0000001e-5))
-    assert reader.rate("8000", most=2) == 0
+    assert reader.rate("8000", most=1) == 0

@@ -10,6 +10,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,20 +26,27 @@ from kvcache.prefix_transfer import PrefixImport, export_prefix
 from serving.buckets import Buckets
 from serving.model_runner import ModelRunner
 from serving.store_options import most_step_rows
-from tests.support import GOLDEN, golden_config
+from tests.support import golden_config
+from tests.toy_model import write_grouped_model
 
-pytestmark = pytest.mark.slow
-MODEL = GOLDEN / "tiny_f32"
 LONGEST = 1024
+HOST_GIB = 0.0004  # 8 pages
 PAGE = 128  # rows, and the most that a prefill step computes
 
 Prefix = tuple[list[int], np.ndarray, np.ndarray]
 
 
-def engine(**options: Any) -> LLM:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_grouped_model(path, max_position_embeddings=4096)
+    return path
+
+
+def engine(model: Path, **options: Any) -> LLM:
     """Two devices, two slots, and one shape of each step."""
     llm = LLM(
-        MODEL,
+        model,
         max_model_len=LONGEST,
         max_num_seqs=2,
         max_num_batched_tokens=PAGE,
@@ -50,15 +58,15 @@ def engine(**options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def resident() -> LLM:
-    return engine(kv_policy="resident")
+def resident(model: Path) -> LLM:
+    return engine(model, kv_policy="resident")
 
 
 @pytest.fixture(scope="module")
-def shared_engine() -> LLM:
+def shared_engine(model: Path) -> LLM:
     """14 pages, 6 of them on the devices, where a sequence has up to 8; and fewer hot rows than a
     token selects."""
-    llm = engine(device_pages=6, host_memory_gib=0.00125, hot_rows=12)
+    llm = engine(model, device_pages=6, host_memory_gib=HOST_GIB, hot_rows=4)
     assert llm._runner.geometry.num_pages == 14
     return llm
 
@@ -312,7 +320,7 @@ def test_sizes(resident: LLM, spilling: LLM) -> None:
     assert kept.host is None
     assert store.slab.nbytes == 6 * page_bytes
     assert store.host is not None
-    assert store.host.slab.nbytes == int(0.00125 * 2**30) // page_bytes * page_bytes
+    assert store.host.slab.nbytes == int(HOST_GIB * 2**30) // page_bytes * page_bytes
 
 
 def test_long_answer_on_two_devices(resident: LLM, spilling: LLM) -> None:
@@ -325,10 +333,10 @@ def test_long_answer_on_two_devices(resident: LLM, spilling: LLM) -> None:
     assert min(counters.hot_reads, counters.staged_reads, counters.host_reads) > 0
 
 
-def test_deleting_an_engine() -> None:
+def test_deleting_an_engine(model: Path) -> None:
     """A large host tier that keeps its memory, or takes long to give it back, when its engine is
     deleted in the middle of a request."""
-    llm = LLM(MODEL, max_num_seqs=64, device_pages=8, host_memory_gib=0.25)
+    llm = LLM(model, max_num_seqs=256, device_pages=8, host_memory_gib=0.25)
     store = llm._runner.cache.store
     assert store.host is not None
     assert store.host.slab.nbytes > 0.24 * 2**30
@@ -428,7 +436,7 @@ def test_prompts_on_a_prefix_in_host_memory(resident: LLM, spilling: LLM) -> Non
         ({"device_pages": 8, "hot_rows": 6 * 64}, "hot_rows 384 takes 6 pages.*device_pages 8"),
     ],
 )
-def test_options_without_effect(options: dict[str, Any], message: str) -> None:
+def test_options_without_effect(model: Path, options: dict[str, Any], message: str) -> None:
     """An option that is taken and then not honoured."""
     with pytest.raises(ValueError, match=message):
-        LLM(MODEL, max_model_len=LONGEST, **options)
+        LLM(model, max_model_len=LONGEST, **options)
