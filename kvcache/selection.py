@@ -17,6 +17,7 @@ from kvcache.geometry import KVGeometry
 from kvcache.host_tier import HostTier
 from kvcache.pytree import pytree_dataclass
 from kvcache.store import KVStore, locate_rows
+from pallas_kernels.implementation import chosen
 from pallas_kernels.resolve_rows import resolve_rows
 from pallas_kernels.stage_rows import stage_pages, stage_rows
 
@@ -128,18 +129,24 @@ def hot_row_scores(
     """
     known = jnp.maximum(slot, 0)
     held = host.hot_row[known, group]
+    leased = (slot >= 0) & (host.hot_page[known, 0] >= 0)
 
     def gather() -> jax.Array:
         found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
-        found = jnp.where((positions >= 0)[:, None] & (held >= 0), found, -jnp.inf)
-        return jnp.max(found, axis=0)
+        counted = (positions >= 0)[:, None] & (held >= 0) & leased
+        return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
 
-    leased = (slot >= 0) & (host.hot_page[known, 0] >= 0)
+    if chosen() != "reference":
+        return gather()
     return lax.cond(leased, gather, lambda: jnp.full(held.shape, -jnp.inf, scores.dtype))
 
 
-def _at_most_once[State](wanted: jax.Array, run: Callable[[State], State], state: State) -> State:
-    """`run(state)` where `wanted`. A loop, which unlike a branch updates arrays in place."""
+def _unless_idle[State](wanted: jax.Array, run: Callable[[State], State], state: State) -> State:
+    """`run(state)`, skipped where nothing is `wanted` and references run; `run` changes nothing
+    then."""
+    if chosen() != "reference":
+        return run(state)
+    # A loop, which unlike a branch updates arrays in place.
     return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, state: run(state), state)
 
 
@@ -157,6 +164,7 @@ def _resolve(
     layers. Returns the store, its host tier, row ids, and what `reads` counts of host rows."""
     group, first_layer, num_layers = layers
     on_host = located >= geometry.slab_rows
+    wanted = jnp.any(on_host)
     leased = host.hot_page[jnp.maximum(slots, 0), 0] >= 0
 
     def run(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -166,7 +174,7 @@ def _resolve(
             hot_mean,
             hot_slot,
             host.hot_page,
-            slots,
+            jnp.where(wanted, slots, -1),  # so that scores count in the same steps everywhere
             group,
             positions // geometry.num_devices,
             row_ids,
@@ -194,8 +202,8 @@ def _resolve(
 
     hot = (host.hot_row, host.hot_mean, host.hot_slot)
     none = jnp.zeros(slots.shape, jnp.int32)
-    slab, *hot, row_ids, hits, fresh, in_place, misses, staged = _at_most_once(
-        jnp.any(on_host), run, (store.slab, *hot, located, *[none] * 5)
+    slab, *hot, row_ids, hits, fresh, in_place, misses, staged = _unless_idle(
+        wanted, run, (store.slab, *hot, located, *[none] * 5)
     )
     host = dataclasses.replace(
         host, **dict(zip(("hot_row", "hot_mean", "hot_slot"), hot, strict=True))
@@ -241,7 +249,7 @@ def _plan_staging(
         staged_row = place[readable] * geometry.rows_per_device + row
         return jnp.where(staged, staged_row, located), plan
 
-    row_ids, plan = _at_most_once(jnp.any(on_host), run, (located, StagedPages.none(geometry)))
+    row_ids, plan = _unless_idle(jnp.any(on_host), run, (located, StagedPages.none(geometry)))
     in_place = jnp.sum(row_ids >= geometry.slab_rows, axis=(1, 2))
     first = jnp.arange(spilled.shape[0]) == jnp.argmax(spilled > 0)
     rows = jnp.where(first, plan.count * geometry.rows_per_device * num_layers, 0)

@@ -56,16 +56,28 @@ def run(
     Raises:
         ValueError: the kernel is asked for, and cannot take these shapes.
     """
-    if implementation is None:
-        implementation = "reference" if unsupported else _preferred.get()
-    if implementation is None:
-        implementation = "mosaic_gpu" if _traced_for_gpu() else "reference"
+    implementation = implementation or chosen(unsupported)
     if implementation == "reference":
         return reference(*arrays)
     if unsupported:
         raise ValueError(f"implementation={implementation!r}: {unsupported}")
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     return kernel(*arrays, interpret=None if implementation == "mosaic_gpu" else interpret)
+
+
+def chosen(unsupported: str | None = None) -> Implementation:
+    """What an operation that is traced now runs where it is given no implementation.
+
+    For callers of operations too: a kernel costs next to nothing where there is nothing to do, so
+    it is called in any case, since a GPU's branches and loops wait for the host to read back their
+    condition. A reference is better skipped.
+
+    Args:
+        unsupported: why the kernel cannot take the shapes, None if it can.
+    """
+    if unsupported:
+        return "reference"
+    return _preferred.get() or ("mosaic_gpu" if _traced_for_gpu() else "reference")
 
 
 def _traced_for_gpu() -> bool:

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.fetch_rows import fetch_rows
+from pallas_kernels.implementation import chosen
+from pallas_kernels.ring_copy import unsupported_rows
 from pallas_kernels.row_format import RowFormat
 
 
@@ -40,16 +43,10 @@ def sparse_attention(
     def read(ids: jax.Array) -> jax.Array:
         if host is None:
             return rows[layer * rows_per_layer + jnp.maximum(ids, 0)]
-        host_rows = host.reshape(-1, *host.shape[2:])
         on_host = ids >= rows.shape[0]
         index = layer * rows_per_layer + jnp.where(on_host, 0, jnp.maximum(ids, 0))
         stored = rows[jnp.where(index < rows.shape[0], index, index - rows.shape[0])]
-
-        def fetch(stored: jax.Array) -> jax.Array:
-            fetched = host_rows[jnp.where(on_host, ids - rows.shape[0], 0), layer]
-            return jnp.where(on_host[:, None], fetched, stored)
-
-        return lax.cond(jnp.any(on_host), fetch, lambda stored: stored, stored)
+        return _fetch(stored, host, layer, jnp.where(on_host, ids - rows.shape[0], -1))
 
     def attend(row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         row_query, ids = row  # [heads, values], [k]
@@ -68,6 +65,26 @@ def sparse_attention(
         return mixed / nonzero[:, None], jnp.where(total > 0, highest + jnp.log(nonzero), -jnp.inf)
 
     return lax.map(attend, (query.astype(jnp.float32), row_ids))
+
+
+def _fetch(
+    stored: jax.Array, host: jax.Array, layer: int | jax.Array, host_rows: jax.Array
+) -> jax.Array:
+    """Rows [k, width], those of them from host memory whose host row [k] is not -1."""
+    on_host = host_rows >= 0
+    if chosen(unsupported_rows(host)) != "reference":
+        targets = jnp.arange(host_rows.shape[0], dtype=jnp.int32)
+        place = jnp.where(on_host, jnp.cumsum(on_host) - 1, targets.shape[0])
+        lists = jnp.zeros((2, targets.shape[0]), jnp.int32)
+        lists = lists.at[:, place].set(jnp.stack([host_rows, targets]), mode="drop")
+        return fetch_rows(stored, host, layer, *lists, jnp.sum(on_host))
+
+    def fetch(stored: jax.Array) -> jax.Array:
+        source = host.reshape(-1, *host.shape[2:])
+        fetched = source[jnp.where(on_host, host_rows, 0), layer]
+        return jnp.where(on_host[:, None], fetched, stored)
+
+    return lax.cond(jnp.any(on_host), fetch, lambda stored: stored, stored)
 
 
 def merge_attention(

@@ -1,0 +1,40 @@
+"""Which implementation fetches. What is not listed costs nothing: its count is on the device."""
+
+from jaxtyping import Array, Int, Shaped
+
+from pallas_kernels.fetch_rows import mosaic_gpu, reference
+from pallas_kernels.implementation import Implementation, run
+from pallas_kernels.ring_copy import unsupported_rows
+
+Rows = Shaped[Array, "rows width"]
+HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
+Scalar = int | Int[Array, ""]
+
+
+def fetch_rows(
+    rows: Rows,
+    host: HostSlab,
+    layer: Scalar,
+    host_rows: Int[Array, " listed"],
+    targets: Int[Array, " listed"],
+    count: Int[Array, ""],
+    *,
+    implementation: Implementation | None = None,
+) -> Rows:
+    """Copies rows of one layer of host memory to rows of a buffer.
+
+    Args:
+        rows: the buffer; what is not a target stays as it is.
+        host: rows in host memory.
+        layer: the layer to read.
+        host_rows: rows to read, counted over pages.
+        targets: rows of the buffer to write; no two are the same.
+        count: how many of the lists are valid.
+        implementation: None takes the kernel on a GPU where it supports the shapes.
+
+    Raises:
+        ValueError: the kernel is asked for, and does not support the shapes.
+    """
+    arrays = (rows, host, layer, host_rows, targets, count)
+    unsupported = unsupported_rows(host)
+    return run(implementation, reference.fetch_rows, mosaic_gpu.fetch_rows, unsupported, *arrays)
