@@ -17,6 +17,7 @@ from kvcache.geometry import KVGeometry
 from kvcache.page_moves import MoveList
 from kvcache.per_engine import per_engine
 from kvcache.store import MESH_AXIS, KVStore, in_host, on_device
+from pallas_kernels.compiler_options import GPU_COMPILER_OPTIONS
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 
 EVERYWHERE = PartitionSpec()
@@ -39,6 +40,8 @@ class Transitions:
 
     def __init__(self, geometry: KVGeometry, mesh: Mesh) -> None:
         specs, shardings = KVStore.specs(geometry), KVStore.shardings(geometry, mesh)
+        on_gpu = mesh.devices.flat[0].platform == "gpu"
+        options = dict(GPU_COMPILER_OPTIONS) if on_gpu else None
 
         def jit(transition: Callable, *inputs: PartitionSpec, also: Any = None) -> Callable:
             """One that returns the store, or the store and `also` (specs)."""
@@ -58,6 +61,7 @@ class Transitions:
                 mapped,
                 donate_argnums=0,
                 out_shardings=shardings if also is None else (shardings, None),
+                compiler_options=options,
             )
 
         self.move = jit(_move, EVERYWHERE)
@@ -72,7 +76,8 @@ class Transitions:
                 in_specs=(specs, EVERYWHERE),
                 out_specs=(_BY_ROW, _BY_ROW),
                 check_vma=False,
-            )
+            ),
+            compiler_options=options,
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from pallas_kernels.compiler_options import GPU_COMPILER_OPTIONS
 from pallas_kernels.h200_target import h200_target
 from pallas_kernels.hlo_program import COLLECTIVES, HloProgram, Instruction
 from pallas_kernels.implementation import preferred
@@ -148,13 +149,14 @@ def compile_for_h200(
 
     Args:
         function: what to compile, with kernels wherever they support the shapes. One that is
-            already jitted keeps what it was jitted with.
+            already jitted keeps what it was jitted with, but for XLA's options, which are meant for
+            the devices that stand in.
         arguments: trees of `jax.ShapeDtypeStruct`, sharded over CPU devices that stand in for the
             H200s (`JAX_NUM_CPU_DEVICES`). Those of memory kind "pinned_host" are in host memory.
         mesh: set while the function is traced.
         donate: numbers of the arguments that are donated.
         out_shardings: as for `jax.jit`. What stays in host memory must be named here.
-        compiler_options: XLA's options, by name.
+        compiler_options: XLA's options, by name, besides `GPU_COMPILER_OPTIONS`.
         min_copy_bytes: smaller copies are not reported.
 
     Raises:
@@ -180,7 +182,9 @@ def compile_for_h200(
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
         _discard_logs(dump)
         executable = compile_lowered(
-            lowered, _topology(num_devices(lowered)).devices, compiler_options or {}
+            lowered,
+            _topology(num_devices(lowered)).devices,
+            dict(GPU_COMPILER_OPTIONS) | dict(compiler_options or {}),
         )
     (module,) = executable.hlo_modules()
     program = HloProgram.parse(module.to_string())

@@ -213,6 +213,9 @@ class HloProgram:
             inner = [each for each in self.computations[fused] if each.opcode in COLLECTIVES]
             if inner:
                 return Launch(inner[0].opcode, sum(map(self._collective_bytes, inner)))
+            for call in self.computations[fused]:
+                if call.opcode == "custom-call":
+                    return Launch(call.target, 0, call)  # joined with a slice of an operand
             return Launch("fusion")
         kind = opcode.removesuffix("-start")
         if kind in COLLECTIVES:

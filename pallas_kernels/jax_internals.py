@@ -34,7 +34,7 @@ def compile_lowered(
     Args:
         lowered: the program, lowered for the platform of `devices`.
         devices: all devices of a topology.
-        compiler_options: XLA's options, by name; these win over those given to `jax.jit`.
+        compiler_options: XLA's options, by name, in place of those given to `jax.jit`.
 
     Returns:
         What `jax.stages.Compiled.runtime_executable` would give. It cannot be run.
@@ -54,7 +54,7 @@ def compile_lowered(
         num_replicas=1,
         num_partitions=len(devices),
         device_assignment=np.arange(len(devices))[None],
-        env_options_overrides=dict(lowering._compiler_options_kvs) | dict(compiler_options),
+        env_options_overrides=dict(compiler_options),
     )
     # Without this, outputs of unspecified sharding would be gathered on every device.
     to_parameters, to_outputs = pxla.get_prop_to_input_output(

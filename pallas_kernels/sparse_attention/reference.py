@@ -75,8 +75,8 @@ def _fetch(
     if chosen(unsupported_rows(host)) != "reference":
         targets = jnp.arange(host_rows.shape[0], dtype=jnp.int32)
         place = jnp.where(on_host, jnp.cumsum(on_host) - 1, targets.shape[0])
-        lists = jnp.zeros((2, targets.shape[0]), jnp.int32)
-        lists = lists.at[:, place].set(jnp.stack([host_rows, targets]), mode="drop")
+        nothing = jnp.zeros_like(targets)
+        lists = (nothing.at[place].set(each, mode="drop") for each in (host_rows, targets))
         return fetch_rows(stored, host, layer, *lists, jnp.sum(on_host))
 
     def fetch(stored: jax.Array) -> jax.Array:

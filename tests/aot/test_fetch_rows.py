@@ -62,3 +62,19 @@ def test_eight_devices() -> None:
     assert report.device.aliased_bytes == num_bytes(rows)
     assert report.temp_bytes < 4 << 10
     assert report.launch_counts["fetch_rows"] == 76
+
+
+def test_slices() -> None:
+    """A kernel that XLA joins with slices of its lists, and that then writes to another array."""
+    spec = SPECS["glm_fp8"]
+    rows, host = argument(spec.buffer), argument(spec.slabs.host, host=True)
+
+    def step(rows: jax.Array, host: jax.Array, lists: jax.Array, count: jax.Array) -> jax.Array:
+        return fetch_rows(rows, as_device(host), 3, lists[0], lists[1], count)
+
+    lists = integers(2, spec.rows)
+    report = compile_for_h200(step, (rows, host, lists, integers()), donate=[0])
+    assert report.copies == []
+    assert report.temp_bytes < 32 << 10  # the lists
+    assert report.launch_counts["fetch_rows"] == 1
+    assert report.launches <= 3

@@ -1,0 +1,13 @@
+"""What XLA is told when it compiles a program with kernels for a GPU."""
+
+from collections.abc import Mapping
+
+GPU_COMPILER_OPTIONS: Mapping[str, str | bool] = {
+    # Memory is laid out beforehand and arguments are updated in place: computing values twice to
+    # save memory would cost time and make no room.
+    "xla_disable_hlo_passes": "rematerialization",
+    # A kernel that XLA joins with a slice of an operand is given a result of its own, instead of
+    # the operand that it writes in place.
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+}
+"""For `jax.jit` on a GPU, and what `compile_for_h200` compiles with."""
