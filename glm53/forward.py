@@ -184,11 +184,14 @@ class Forward:
         selection: Selection,
     ) -> tuple[Float[Array, "tokens hidden"], KVStore, Selection]:
         """One decoder layer: attention, then the dense MLP or the experts."""
-        query, store, selection = self._project(index, hidden, store, selection)
-        store = stage_layer(store, index.layer, selection.staged)
-        attended = self._attend(index, query, store, selection)
+        with jax.named_scope("project"):
+            query, store, selection = self._project(index, hidden, store, selection)
+        with jax.named_scope("attend"):
+            store = stage_layer(store, index.layer, selection.staged)
+            attended = self._attend(index, query, store, selection)
         hidden = hidden + attended
-        mixed = self._experts(index, hidden) if index.sparse else self._dense(index, hidden)
+        with jax.named_scope("experts" if index.sparse else "dense"):
+            mixed = self._experts(index, hidden) if index.sparse else self._dense(index, hidden)
         return hidden + mixed, store, selection
 
     def _project(
@@ -215,7 +218,8 @@ class Forward:
         if indexed is not None:
             index_query, weights, keys = indexed
             store = append_index_keys(store, geometry, index.index_layer, keys, *where)
-            store, selection = self._select(index, index_query, weights, store)
+            with jax.named_scope("select"):
+                store, selection = self._select(index, index_query, weights, store)
         return query, store, selection
 
     def _select(

@@ -49,10 +49,18 @@ class KernelReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop of XLA's. Where `trip_count` is None, the host reads back a flag before each turn."""
+    """A loop of XLA's.
+
+    Attributes:
+        name: in the program.
+        trip_count: how often it runs. Where it is None, the host reads back a flag before each
+            turn.
+        origin: names of transformations and of `jax.named_scope` around it.
+    """
 
     name: str
     trip_count: int | None
+    origin: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +109,7 @@ class CompileReport:
             under their opcode. A loop's body counts as often as it runs, or once where that is not
             known; a conditional counts as its longest branch, a sort or a library call as one.
         loops: the loops that run.
+        branches: the conditionals that run, whose predicate the host reads back, by their origin.
         collectives: what runs between devices, loops counted as in `launch_counts`.
         rematerialized: names of operations that XLA repeats to save memory.
         device: bytes in the device's memory.
@@ -112,6 +121,7 @@ class CompileReport:
     host_parameters: tuple[str, ...]
     launch_counts: Mapping[str, int]
     loops: tuple[Loop, ...]
+    branches: tuple[str, ...]
     collectives: tuple[Collective, ...]
     rematerialized: tuple[str, ...]
     device: MemoryReport
@@ -140,6 +150,7 @@ def compile_for_h200(
     donate: Sequence[int] = (),
     out_shardings: Any = None,
     *,
+    static: Mapping[str, Any] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     min_copy_bytes: int = 1024,
 ) -> CompileReport:
@@ -156,6 +167,7 @@ def compile_for_h200(
         mesh: set while the function is traced.
         donate: numbers of the arguments that are donated.
         out_shardings: as for `jax.jit`. What stays in host memory must be named here.
+        static: static arguments by name, of a function that is already jitted.
         compiler_options: XLA's options, by name, besides `GPU_COMPILER_OPTIONS`.
         min_copy_bytes: smaller copies are not reported.
 
@@ -179,7 +191,7 @@ def compile_for_h200(
         preferred("mosaic_gpu"),
         jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext(),
     ):
-        lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+        lowered = jitted.trace(*arguments, **(static or {})).lower(lowering_platforms=("cuda",))
         _discard_logs(dump)
         executable = compile_lowered(
             lowered,
@@ -269,7 +281,8 @@ def _report(program: HloProgram, memory: Any, dump: Path, min_copy_bytes: int) -
             if each.opcode == "parameter" and _HOST_MEMORY in each.type
         ),
         launch_counts=dict(counts),
-        loops=tuple(Loop(each.name, each.trip_count) for each in program.loops()),
+        loops=tuple(Loop(each.name, each.trip_count, each.origin) for each in program.loops()),
+        branches=tuple(each.origin for each in program.branches()),
         collectives=tuple(
             Collective(kind, count, num_bytes) for (kind, num_bytes), count in collectives.items()
         ),

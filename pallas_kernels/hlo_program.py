@@ -80,10 +80,15 @@ class Instruction:
         return [name for several, one in found for name in _NAME.findall(several or one)]
 
     @property
+    def origin(self) -> str:
+        """Where it is from: the names of transformations and scopes around it, "" if unknown."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
     def argument(self) -> str:
         """For a parameter of the program, the name of the function's argument."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else self.name
+        return self.origin or self.name
 
     @property
     def target(self) -> str:
@@ -186,8 +191,15 @@ class HloProgram:
 
     def loops(self) -> Iterator[Instruction]:
         """The loops that run."""
+        return self._executed("while")
+
+    def branches(self) -> Iterator[Instruction]:
+        """The conditionals that run; in one of another, only those of its longest branch."""
+        return self._executed("conditional")
+
+    def _executed(self, opcode: str) -> Iterator[Instruction]:
         for name in self.executed:
-            yield from (each for each in self.computations[name] if each.opcode == "while")
+            yield from (each for each in self.computations[name] if each.opcode == opcode)
 
     def launches(self) -> Iterator[tuple[Launch, int]]:
         """Everything that is launched, and how often. Loops count as in `executed`.

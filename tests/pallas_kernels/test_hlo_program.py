@@ -128,6 +128,7 @@ def test_launches(program: HloProgram) -> None:
         "while.1": None,
         "while.2": 5,
     }
+    assert [each.name for each in program.branches()] == ["branch.1"]
 
 
 def test_copies(program: HloProgram) -> None:

@@ -1,0 +1,59 @@
+"""The decode step of a GLM-5.3 with few layers, compiled for eight H200s."""
+
+import re
+
+import pytest
+
+from benchmarks.compile_h200 import (
+    DecodeStep,
+    copies_of_arguments,
+    decode_step,
+    glm_config,
+    loops_read_back,
+    node_geometry,
+)
+from pallas_kernels.aot import CompileReport
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[DecodeStep, CompileReport]:
+    config = glm_config(whole=False)
+    step = decode_step(config, node_geometry(config, 8, with_mtp=False), 8, 4)
+    return step, step.compile()
+
+
+def test_in_place(compiled: tuple[DecodeStep, CompileReport]) -> None:
+    """A store or sequences that are not updated in place, or host memory that is copied."""
+    step, report = compiled
+    assert report.aliased_bytes == step.state_bytes
+    assert report.host.aliased_bytes == report.host.argument_bytes > 1 << 30
+    assert report.host.temp_bytes == 0
+    assert report.host_parameters == ("store.host.slab",)
+    assert copies_of_arguments(step, report) == []
+    # What is copied are activations.
+    assert all(re.search(r" = \w+\[", copy) for copy in report.copies)
+    assert report.device.temp_bytes < 256 << 20
+    assert report.rematerialized == ()
+
+
+def test_nothing_is_read_back(compiled: tuple[DecodeStep, CompileReport]) -> None:
+    """A loop or branch that waits until the host has read its condition.
+
+    Experts, which are no kernel yet, loop over the tiles that hold a token.
+    """
+    _, report = compiled
+    assert report.branches == ()
+    waiting = loops_read_back(report)
+    assert waiting
+    assert all("/experts/" in loop.origin for loop in waiting)
+
+
+def test_kernels(compiled: tuple[DecodeStep, CompileReport]) -> None:
+    """An operation on the store that is not its kernel, or a kernel that spills."""
+    _, report = compiled
+    names = "append_rows fetch_rows index_scores resolve_rows select_topk stage_pages stage_rows"
+    assert {kernel.name for kernel in report.kernels} == set(names.split())
+    assert all(kernel.spilled_bytes == 0 for kernel in report.kernels)
+    # Four layers attend, two of which select; 32 rows are attended to one by one.
+    assert report.launch_counts["fetch_rows"] == 4 * 32
+    assert report.launch_counts["stage_rows"] == report.launch_counts["index_scores"] == 2
