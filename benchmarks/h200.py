@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.h200_operations import OPERATIONS, Operation
-from benchmarks.h200_programs import Chain, Machine, measure
+from benchmarks.h200_operations import OPERATIONS
+from benchmarks.h200_programs import Chain, Machine, Operation, measure
 from benchmarks.h200_staging import (
     GLM_PRODUCT,
     SMALL_PRODUCT,
@@ -245,7 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no GPU: jax runs on {platform!r}. Install jax[cuda13] on a machine with an H200, or"
             " give --dry-run"
         )
-    machine = Machine.cpu("interpreter") if options.dry_run else Machine.gpu(options.repeats)
+    if options.dry_run:
+        machine = Machine.cpu("interpreter")
+    else:
+        machine = Machine.with_kernels(jax.devices()[0], options.repeats)
     start = time.perf_counter()
     result = {
         "device": machine.kind,

@@ -45,6 +45,8 @@ class Large:
 
 
 Operand = jax.Array | np.ndarray | Large
+Operands = tuple[Operand, ...]
+Rng = np.random.Generator
 
 
 def scattered_bits(array: jax.ShapeDtypeStruct) -> jax.Array:
@@ -77,11 +79,11 @@ class Machine:
     repeats: int = 0
 
     @classmethod
-    def gpu(cls, repeats: int) -> "Machine":
-        """The first GPU."""
-        device = jax.devices("gpu")[0]
-        memories = (SingleDeviceSharding(device, memory_kind=kind) for kind in (None, HOST_MEMORY))
-        return cls("mosaic_gpu", *memories, extra_calls=16, repeats=repeats)
+    def with_kernels(cls, device: Any, repeats: int = 0) -> "Machine":
+        """A GPU, or a device that stands in for one while programs are compiled."""
+        memory = SingleDeviceSharding(device)
+        host = SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
+        return cls("mosaic_gpu", memory, host, extra_calls=16, repeats=repeats)
 
     @classmethod
     def cpu(cls, implementation: Implementation) -> "Machine":
@@ -129,8 +131,8 @@ class Body:
     """
 
     call: Call
-    state: Sequence[Operand]
-    kept: Sequence[Operand]
+    state: Operands
+    kept: Operands
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -175,6 +177,70 @@ def program(machine: Machine, body: Body) -> Callable[..., Any]:
 
 def _first_bits(array: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(array[(0,) * array.ndim], jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What an operation must do at least.
+
+    Attributes:
+        host_bytes: bytes over the host link.
+        device_bytes: bytes that are read from the device's memory or written to it.
+        flops: multiplications and additions on tensor cores.
+    """
+
+    host_bytes: int = 0
+    device_bytes: int = 0
+    flops: int = 0
+
+    @property
+    def bound(self) -> tuple[float, str]:
+        """Least seconds, and what binds."""
+        return max(
+            (self.host_bytes / 50e9, "host link, 50 GB/s"),
+            (self.device_bytes / 4.3e12, "device memory, 4.3 TB/s"),
+            (self.flops / 780e12, "tensor cores, 780 TFLOP/s"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """How an operation is run, for each of its specs.
+
+    Attributes:
+        specs: by name.
+        timed: names of those that are timed on a GPU. All whose names begin with "odd" are checked.
+        rehearsed: names of those that stand for both on a CPU.
+        call: a spec's operation in one implementation, as a `Body` has it.
+        state: operands that it updates in place, its first.
+        kept: other operands that stay the same from call to call.
+        lists: operands that each call has its own of; without state, the last is of integers. Full
+            ones list as much as they can, as those that are timed do.
+        work: what a call with full lists does.
+        tolerance: of an operation without state, how far its first result, in kept and lists, may
+            be from the reference; None where no bit may differ.
+        comparable: results in a form that is compared.
+    """
+
+    specs: Mapping[str, Any]
+    timed: tuple[str, ...]
+    rehearsed: tuple[str, ...]
+    call: Callable[[Any, Implementation], Call]
+    state: Callable[[Any], Operands] = lambda spec: ()
+    kept: Callable[[Any], Operands] = lambda spec: ()
+    lists: Callable[[Any, Rng, bool], Operands]
+    work: Callable[[Any], Work]
+    tolerance: Callable[..., np.ndarray] | None = None
+    comparable: Callable[[tuple[np.ndarray, ...]], tuple[np.ndarray, ...]] = lambda results: results
+
+    def body(self, spec: Any, implementation: Implementation) -> Body:
+        """What a program of a spec's operation repeats."""
+        return Body(self.call(spec, implementation), self.state(spec), self.kept(spec))
+
+    @property
+    def checked(self) -> tuple[str, ...]:
+        """Names of the specs whose values are checked, besides those that are timed."""
+        return tuple(name for name in self.specs if name.startswith("odd"))
 
 
 class Chain:

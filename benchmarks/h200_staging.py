@@ -55,9 +55,9 @@ def measure_staging(machine: Machine, name: str) -> list[Staging]:
     spec, rng = operation.specs[name], np.random.default_rng(0)
     chain = Chain(machine, operation.body(spec, machine.implementation))
     # Other rows each call, so that no cache has them.
-    lists = [operation.lists(spec, rng, True)[1:] for _ in range(1 + machine.extra_calls)]
+    lists = [operation.lists(spec, rng, True)[:-1] for _ in range(1 + machine.extra_calls)]
     numbers = sorted({0, *(spec.misses >> shift for shift in (7, 5, 3, 2, 1, 0))})
-    cases = [(chain, [(np.asarray(rows, np.int32), *each) for each in lists]) for rows in numbers]
+    cases = [(chain, [(*each, np.asarray(rows, np.int32)) for each in lists]) for rows in numbers]
     row_bytes = operation.work(spec).host_bytes // spec.misses
     return [
         Staging(rows, rows * row_bytes, samples.seconds)
@@ -79,7 +79,9 @@ def on_second_stream(call: Call) -> Call:
 def together(stage: Call) -> Call:
     """Staging, and a product that has nothing to do with it."""
 
-    def call(slab: jax.Array, left: jax.Array, host: jax.Array, right: jax.Array, *lists: jax.Array):
+    def call(
+        slab: jax.Array, left: jax.Array, host: jax.Array, right: jax.Array, *lists: jax.Array
+    ):
         return *stage(slab, host, *lists), left @ right
 
     return call

@@ -1,0 +1,74 @@
+"""The programs that benchmarks/h200.py times, as it compiles them on a GPU."""
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.h200_operations import OPERATIONS
+from benchmarks.h200_programs import Body, Large, Machine, Operand, Operands, program
+from benchmarks.h200_staging import GLM_PRODUCT, overlap_bodies
+from pallas_kernels.aot import CompileReport, compile_for_h200
+
+CALLS = 2
+KERNELS = {"select_topk": 2, "merge_topk": 2}
+"""Kernels that a call launches, where it is more than one."""
+BESIDE_XLA = ("resolve_rows",)
+"""Operations with state of which XLA does a part."""
+
+
+def compiled(body: Body, calls: list[Operands]) -> CompileReport:
+    """A program of several calls."""
+    machine = Machine.with_kernels(jax.devices()[0])
+
+    def shapes(operands: Operands) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(map(shape, operands))
+
+    def shape(operand: Operand) -> jax.ShapeDtypeStruct:
+        array = operand.array if isinstance(operand, Large) else operand
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=machine.memory(operand))
+
+    state = shapes(body.state)
+    lists = tuple(map(shapes, calls))
+    zero = shape(np.zeros((), np.int32))
+    report = compile_for_h200(program(machine, body), (state, shapes(body.kept), lists, zero))
+    assert all(kernel.spilled_bytes == 0 for kernel in report.kernels)
+    assert report.loops == ()
+    assert report.aliased_bytes == sum(array.size * array.dtype.itemsize for array in state)
+    # What lies in host memory is used there.
+    operands = (*body.state, *body.kept)
+    in_host = sum(isinstance(operand, Large) and operand.in_host for operand in operands)
+    assert len(report.host_parameters) == in_host
+    return report
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_timed_calls(name: str) -> None:
+    """A call that XLA leaves out since nothing tells it from another, a slab that is copied: times
+    of something else; a program that no longer compiles."""
+    operation, rng = OPERATIONS[name], np.random.default_rng(0)
+    spec = operation.specs[operation.timed[-1]]
+    calls = [operation.lists(spec, rng, True) for _ in range(CALLS)]
+    body = operation.body(spec, "mosaic_gpu")
+    report = compiled(body, calls)
+    (kernel,) = {kernel.name for kernel in report.kernels}
+    assert report.launch_counts[kernel] == CALLS * KERNELS.get(name, 1)
+    if body.state and name not in BESIDE_XLA:
+        assert report.launch_counts == {name: CALLS}
+        assert report.copies == []
+        assert report.temp_bytes == 0
+
+
+def test_overlap() -> None:
+    """Staging that is not started apart from the product, and a slab that is copied for it."""
+    operation, rng = OPERATIONS["stage_rows"], np.random.default_rng(0)
+    (name,) = operation.timed
+    calls = [operation.lists(operation.specs[name], rng, True) for _ in range(CALLS)]
+    staging, product, *both = (
+        compiled(body, calls)
+        for body in overlap_bodies(Machine.with_kernels(jax.devices()[0]), name, GLM_PRODUCT)
+    )
+    assert staging.launch_counts == {"stage_rows": CALLS}
+    assert product.launch_counts == {"fusion": CALLS}
+    for report in both:
+        assert report.launch_counts == {"stage_rows": CALLS, "fusion": CALLS}
+        assert report.copies == []
