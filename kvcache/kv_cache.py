@@ -1,6 +1,5 @@
 """The cache of running sequences: device state, and the host's account of it, kept in step."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -9,13 +8,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Shaped
 
+from kvcache.admission import Admission, RunningSequence
 from kvcache.counters import CacheCounters, ReadCounts
 from kvcache.geometry import KVGeometry
 from kvcache.host_tier import READS
 from kvcache.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError, PagePool
 from kvcache.page_states import PageState
-from kvcache.prefix_index import PrefixIndex, PrefixMatch, Publication
+from kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvcache.residency import Residency
 from kvcache.sequence_state import SequenceState, assign_slot, set_pages
 from kvcache.store import KVStore
@@ -25,38 +25,11 @@ _MOVES_A_LAUNCH = 16
 _PAGES_CLEANED_A_STEP = 8
 _PAGES_RESTORED_A_STEP = 4
 _STEPS_BETWEEN_OBSERVATIONS = 32
-_NEWEST_PAGES = 2  # of a sequence, that stay on the device: the one being written, and one before
 
 
 def lease_reserve(device_pages: int, num_running: int) -> int:
     """Device places that a new hot lease leaves for the next pages of the running sequences."""
     return device_pages // 10 + num_running
-
-
-@dataclasses.dataclass(eq=False)
-class _Sequence:
-    """A running sequence.
-
-    Attributes:
-        token_ids: tokens whose rows are computed.
-        pages: its pages in order.
-        most_pages: pages that it may come to have.
-        publication: how far its pages are known to the prefix index; None if they are not to be.
-        pinned: the newest sealed page, or None.
-        counters: what is counted on the host.
-    """
-
-    token_ids: list[int]
-    pages: list[int]
-    most_pages: int
-    publication: Publication | None
-    pinned: int | None
-    counters: CacheCounters
-
-    @property
-    def outstanding(self) -> int:
-        """Pages that are promised to it."""
-        return self.most_pages - len(self.pages)
 
 
 class KVCache:
@@ -111,8 +84,8 @@ class KVCache:
             on_change=self._on_change,
         )
         self.total = CacheCounters()
-        self._most_step_rows = most_step_rows
-        self._running: dict[int, _Sequence] = {}
+        self._running: dict[int, RunningSequence] = {}
+        self._admission = Admission(geometry, self.pool, self._running.values(), most_step_rows)
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
         self._spilled: set[int] = set()  # slots that may read host pages and have no lease
         self._reads = ReadCounts(geometry.max_sequences)
@@ -174,17 +147,17 @@ class KVCache:
                 found = found.cut_short(self.geometry.rows_per_page)
         most_pages = self.geometry.pages_for(most_tokens)
         try:
-            self._check_room(len(token_ids), most_pages, found)
+            self._admission.check(len(token_ids), most_pages, found)
         except OutOfPagesError:
             if found.partial is None:
                 raise
             # The page that it would copy may be the one that it needs.
             whole = 0 if with_hidden else len(found.pages) * self.geometry.rows_per_page
             found = self.index.match(token_ids, whole)
-            self._check_room(len(token_ids), most_pages, found)
+            self._admission.check(len(token_ids), most_pages, found)
         self.tick()
         publication = self.index.acquire(found, self._clock)
-        sequence = _Sequence(
+        sequence = RunningSequence(
             list(token_ids[: found.num_tokens]),
             list(found.pages),
             most_pages,
@@ -285,9 +258,7 @@ class KVCache:
         Raises:
             OutOfPagesError: too few are free or can be given up.
         """
-        room = self._room()
-        if count > room:
-            raise OutOfPagesError(f"{count} pages wanted, {room} free")
+        self._admission.check_pages(count)
         pages = self._allocate(count)
         self._held.update(pages)
         return pages
@@ -345,29 +316,8 @@ class KVCache:
             state = self.residency.state(page)
             unfilled = page in self._held and state is PageState.FREE
             assert unfilled or free == (state is PageState.FREE), f"page {page} is {state.name}"
-        assert self._room() >= 0, f"{-self._room()} more pages promised than can be had"
-
-    def _room(self) -> int:
-        """Pages that are free or can be given up, and promised to no sequence."""
-        promised = sum(sequence.outstanding for sequence in self._running.values())
-        return self.pool.num_free + self.pool.num_cached_only - promised
-
-    def _check_room(self, num_tokens: int, most_pages: int, found: PrefixMatch) -> None:
-        kept = [*found.pages, *([found.partial[0]] if found.partial else [])]
-        newly_held = sum(self.pool.references(page) == 0 for page in kept)
-        room = self._room() - newly_held
-        wanted = most_pages - len(found.pages)
-        if wanted > room:
-            raise OutOfPagesError(f"{wanted} pages wanted, {room} free")
-        if not self.geometry.has_host_tier:
-            return
-        newest = [min(_NEWEST_PAGES, s.most_pages) for s in self._running.values()]
-        chunk = self.geometry.pages_for(min(num_tokens, self._most_step_rows)) + _NEWEST_PAGES
-        fixed = sum(newest) + min(chunk, most_pages)
-        if fixed > self.geometry.device_pages:
-            raise OutOfPagesError(
-                f"{fixed} pages must lie on the device, which has {self.geometry.device_pages}"
-            )
+        room = self._admission.room
+        assert room >= 0, f"{-room} more pages promised than can be had"
 
     def _allocate(self, count: int) -> list[int]:
         while self.pool.num_free < count:
@@ -381,7 +331,7 @@ class KVCache:
         self._slots_of[page] = {slot}
         pages.append(page)
 
-    def _publish(self, sequence: _Sequence, *, partial: bool) -> None:
+    def _publish(self, sequence: RunningSequence, *, partial: bool) -> None:
         if sequence.publication is None:
             return
         tokens, pages = sequence.token_ids, sequence.pages
@@ -393,7 +343,7 @@ class KVCache:
         if full and not self.pool.is_cached(pages[full - 1]):
             sequence.publication = None
 
-    def _pin(self, sequence: _Sequence, page: int | None) -> None:
+    def _pin(self, sequence: RunningSequence, page: int | None) -> None:
         if sequence.pinned is not None:
             self.residency.unpin(sequence.pinned)
         if page is not None:
