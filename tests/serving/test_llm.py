@@ -1,5 +1,6 @@
 """The offline entry point: outputs, limits, and what bad input gets."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -235,6 +236,27 @@ def test_calls_beside_an_open_iterator(llm: LLM) -> None:
     finished = {place: output for place, output in iterator if output.finished}
     for place in range(6):
         assert finished[place].outputs[0].token_ids == expected[place % 2]
+    assert_idle(llm)
+
+
+def test_what_is_done_stays_cached_until_the_step_ends(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of a prompt that the step's other sequences take before its caller can export them."""
+    golden, calls = golden_arrays("tiny_f32"), []
+
+    def record(name: str) -> None:
+        method = getattr(ModelRunner, name)
+        monkeypatch.setattr(ModelRunner, name, lambda *args: calls.append(name) or method(*args))
+
+    record("decode")
+    record("close")
+    iterator = llm.generate_iter(ids(golden["p0_ids"]), FREE, stream=True)
+    with contextlib.closing(iterator):  # pyright: ignore[reportArgumentType]
+        next(iterator)
+        calls.clear()
+        llm.generate(ids(golden["p1_ids"]), greedy(1))
+        assert calls == ["decode", "close"]
     assert_idle(llm)
 
 

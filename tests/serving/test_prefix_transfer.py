@@ -100,23 +100,6 @@ def test_several_under_way(resident: LLM, tmp_path: Path) -> None:
         assert answer(llm, prompt) == (tokens, len(prompt) - 1)
 
 
-def test_export_while_others_decode(spilling: LLM, resident: LLM, tmp_path: Path) -> None:
-    """Every page is taken, and the sequences that run need the next ones."""
-    prompts, path = [prompt_of(length) for length in (100, 101)], tmp_path / "prefix"
-    cache = spilling._runner.cache
-    long = {"prompt_token_ids": prompt_of(250)}
-    others = [long] * (2 * cache.geometry.num_pages)
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    iterator = spilling.generate_iter(others, params, stream=True)
-    for step, _ in zip(range(60), iterator, strict=False):
-        if step % 6 == 0:
-            prompt = prompts[step % 12 // 6]
-            spilling.export_prefix({"prompt_token_ids": prompt}, path)
-            cache.check_integrity()
-            with PrefixReader(path) as reader:
-                assert reader.token_ids.tolist() == prompt
-
-
 def test_an_unfinished_import_leaves_no_trace(resident: LLM) -> None:
     """Pages lost, or rows of half a prefix that a prompt finds."""
     cache = resident._runner.cache
