@@ -85,7 +85,7 @@ class DecodeStep:
     @property
     def state_bytes(self) -> int:
         """Bytes of one device of what is donated, in both memories."""
-        return sum(map(_local_bytes, self.state))
+        return sum(map(local_bytes, self.state))
 
     def compile(self) -> CompileReport:
         """Compiles it for eight H200s."""
@@ -125,12 +125,12 @@ def node_geometry(config: GLMConfig, batch: int, with_mtp: bool = True) -> KVGeo
             row_kind="fp8",
             device_pages=1,
             max_model_len=MAX_MODEL_LEN,
-            max_sequences=batch,
+            max_sequences=max(batch, min(BATCHES)),
             num_devices=NUM_DEVICES,
             with_mtp=with_mtp,
         )
 
-    weights = sum(map(_local_bytes, jax.tree.leaves(abstract_parameters(whole, mesh))))
+    weights = sum(map(local_bytes, jax.tree.leaves(abstract_parameters(whole, mesh))))
     free = int(DEVICE_BYTES * MEMORY_FRACTION) - weights
     device_pages, _ = one_page(whole).pages_within(NUM_DEVICES * free, HOST_GIB << 30)
     options = StoreOptions(
@@ -190,7 +190,8 @@ def _with_sharding(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def _local_bytes(array: jax.ShapeDtypeStruct) -> int:
+def local_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on one device."""
     assert array.sharding is not None
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
@@ -200,7 +201,7 @@ def copies_of_arguments(step: DecodeStep, report: CompileReport) -> list[str]:
     layer of one."""
     sizes = set()
     for array in jax.tree.leaves(step.arguments):
-        elements = _local_bytes(array) // array.dtype.itemsize
+        elements = local_bytes(array) // array.dtype.itemsize
         name = _HLO_TYPES[str(array.dtype)]
         sizes |= {(name, elements), (name, elements // max(array.shape[0], 1))}
     return [copy for copy in report.copies if _copied(copy) in sizes]

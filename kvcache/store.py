@@ -18,7 +18,9 @@ from kvcache.host_tier import HostTier
 from kvcache.per_engine import per_engine
 from kvcache.pytree import pytree_dataclass
 from pallas_kernels.append_rows import append_rows as write_rows
-from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
+from pallas_kernels.compiler_options import GPU_COMPILER_OPTIONS
+from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host, host_zeros
+from pallas_kernels.implementation import chosen
 
 MESH_AXIS = "model"
 
@@ -93,13 +95,39 @@ class KVStore:
     @classmethod
     def create(cls, geometry: KVGeometry, mesh: Mesh) -> "KVStore":
         """An empty store on the mesh: no page has a place in any tier."""
-        return _creation(geometry, mesh)()
+        return cls.creation(geometry, mesh)()
+
+    @classmethod
+    @per_engine
+    def creation(cls, geometry: KVGeometry, mesh: Mesh) -> Callable[[], "KVStore"]:
+        """The jitted function that makes an empty store."""
+        on_gpu = mesh.devices.flat[0].platform == "gpu"
+
+        def build() -> KVStore:
+            store = cls._empty(geometry)
+            return store if chosen() == "reference" else _with_host_zeros(store, mesh)
+
+        return jax.jit(
+            build,
+            out_shardings=cls.shardings(geometry, mesh),
+            compiler_options=dict(GPU_COMPILER_OPTIONS) if on_gpu else None,
+        )
 
 
-@per_engine
-def _creation(geometry: KVGeometry, mesh: Mesh) -> Callable[[], KVStore]:
-    shardings = KVStore.shardings(geometry, mesh)
-    return jax.jit(lambda: KVStore._empty(geometry), out_shardings=shardings)
+def _with_host_zeros(store: KVStore, mesh: Mesh) -> KVStore:
+    """An empty store whose host slab each device's host has made."""
+    if store.host is None:
+        return store
+    slab, spec = store.host.slab, _spec("host.slab")
+    shape = NamedSharding(mesh, spec).shard_shape(slab.shape)
+    zeros = jax.shard_map(
+        lambda: host_zeros(shape, slab.dtype),
+        mesh=mesh,
+        in_specs=(),
+        out_specs=spec,
+        check_vma=False,
+    )
+    return dataclasses.replace(store, host=dataclasses.replace(store.host, slab=zeros()))
 
 
 def on_device(store: KVStore) -> KVStore:

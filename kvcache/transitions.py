@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvcache.geometry import KVGeometry
 from kvcache.page_moves import MoveList
@@ -142,22 +142,34 @@ def _write(
 
     on_device = target(store.device_page[known], geometry.device_pages)
     by_layer = (2, 0, 1, 3)
-    slab = store.slab.at[:, on_device].set(rows.transpose(by_layer), mode="drop")
+    pages_by_layer = rows.transpose(by_layer)
+    slab = store.slab.at[:, on_device].set(pages_by_layer, mode="drop")
     index_keys = store.index_keys.at[:, target(pages, geometry.num_pages)].set(
         keys.transpose(by_layer), mode="drop"
     )
     host = store.host
     if host is not None:
-        in_host = target(store.host_page[known], geometry.host_pages)
-        host = dataclasses.replace(host, slab=host.slab.at[in_host].set(rows, mode="drop"))
+        places = store.host_page[known]
+        moves = _moves((pages >= 0) & (places >= 0), jnp.arange(pages.shape[0]), places)
+        host = dataclasses.replace(host, slab=store_pages(pages_by_layer, host.slab, moves))
     return dataclasses.replace(store, slab=slab, index_keys=index_keys, host=host)
 
 
 def _read(store: KVStore, pages: Int[Array, " pages"]) -> tuple[jax.Array, jax.Array]:
     known = jnp.maximum(pages, 0)
     place = store.device_page[known]
-    rows = store.slab[:, jnp.maximum(place, 0)].transpose(1, 2, 0, 3)
+    by_layer = store.slab[:, jnp.maximum(place, 0)]
     if store.host is not None:
-        host_rows = store.host.slab[jnp.maximum(store.host_page[known], 0)]
-        rows = jnp.where((place >= 0)[:, None, None, None], rows, host_rows)
-    return rows, store.index_keys[:, known].transpose(1, 2, 0, 3)
+        host_place = store.host_page[known]
+        moves = _moves((place < 0) & (host_place >= 0), host_place, jnp.arange(pages.shape[0]))
+        by_layer = load_pages(by_layer, store.host.slab, moves)
+    return by_layer.transpose(1, 2, 0, 3), store.index_keys[:, known].transpose(1, 2, 0, 3)
+
+
+def _moves(
+    wanted: Bool[Array, " pages"], sources: Int[Array, " pages"], targets: Int[Array, " pages"]
+) -> Int[Array, "pages 2"]:
+    """The wanted moves, then padding."""
+    order = jnp.argsort(~wanted, stable=True)
+    moves = jnp.where(wanted[:, None], jnp.stack([sources, targets], axis=1), -1)
+    return moves[order].astype(jnp.int32)

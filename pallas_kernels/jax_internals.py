@@ -1,7 +1,8 @@
 """Every private part of jax that the project uses, and the version in which they are known.
 
 jax's public topologies describe devices that are not there, but give them no host memory. So a
-program is traced and lowered over CPU devices, and then compiled by the topology's client.
+program is traced and lowered over CPU devices, and then compiled by the topology's client. Nor does
+jax say whether it has read what its environment says of host memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,18 @@ import numpy as np
 
 JAX_VERSION = "0.11.2"
 """The version whose private parts are used here."""
+
+
+def backends_are_initialized() -> bool:
+    """Whether jax has begun to use devices, after which it reads no more of its environment.
+
+    Raises:
+        RuntimeError: this is another version of jax.
+    """
+    _check_version()
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
 
 
 def num_devices(lowered: jax.stages.Lowered) -> int:

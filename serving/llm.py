@@ -111,6 +111,7 @@ class LLM:
             memory_fraction=memory_fraction,
         )
         path = model_path(model)
+        store_options.reserve_host_memory()
         mesh = make_mesh(tensor_parallel_size)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         config = read_config(path)

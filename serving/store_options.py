@@ -10,6 +10,13 @@ from jax.sharding import Mesh
 from kvcache import KVGeometry
 from kvcache.geometry import MAX_HOT_ROWS
 from kvcache.kv_cache import lease_reserve
+from pallas_kernels.host_memory import (
+    LIMIT_VARIABLE,
+    limit_for,
+    pinnable_bytes,
+    reserve_host_memory,
+)
+from pallas_kernels.ring_copy import split_row
 from serving.engine_options import check_count
 
 logger = logging.getLogger(__name__)
@@ -64,6 +71,11 @@ class StoreOptions:
         if self.hot_rows is not None and self.hot_rows > MAX_HOT_ROWS:
             raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
 
+    def reserve_host_memory(self) -> None:
+        """Has jax pin as much host memory as the store may take, which it does only if it uses no
+        device yet."""
+        reserve_host_memory(_host_bytes(self, on_cpu=False))
+
 
 def resolve_geometry(
     one_page: KVGeometry, options: StoreOptions, mesh: Mesh, index_topk: int
@@ -81,16 +93,18 @@ def resolve_geometry(
 
     Raises:
         ValueError: memory is too small for one sequence, the device does not tell its memory, or
-            the device pages are too few for a host tier.
-        NotImplementedError: a host tier on an accelerator.
+            the device pages are too few for a host tier, or jax may not pin so much host memory.
+        NotImplementedError: rows that no kernel can read in host memory, on a GPU; or a host tier
+            on another accelerator.
     """
     needed = one_page.max_sequences * one_page.max_pages_per_sequence
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    platform = mesh.devices.flat[0].platform
+    on_cpu = platform == "cpu"
     if options.kv_policy == "hybrid" and not on_cpu:
-        raise NotImplementedError(
-            "kv_policy 'hybrid' has no kernels for this platform yet: use kv_policy='resident'"
-        )
+        _check_kernels(one_page, platform)
     host_bytes = _host_bytes(options, on_cpu)
+    if options.host_memory_gib is None and not on_cpu:
+        host_bytes = min(host_bytes, pinnable_bytes())
     if options.device_pages is None:
         device_bytes = sum(
             _free_bytes(device, options.memory_fraction) for device in mesh.devices.flat
@@ -115,6 +129,12 @@ def resolve_geometry(
     geometry = dataclasses.replace(one_page, device_pages=device_pages)
     if host_pages:
         geometry = _with_host_tier(geometry, host_pages, options.hot_rows, index_topk)
+        if not on_cpu and geometry.host_bytes > pinnable_bytes():
+            raise ValueError(
+                f"host_memory_gib {options.host_memory_gib} is more than the "
+                f"{pinnable_bytes() / 2**30:.0f} GiB that jax was started with: lower it, or set "
+                f"{LIMIT_VARIABLE}={limit_for(geometry.host_bytes)} before jax uses a device"
+            )
     logger.info(
         "KV store: %d pages of %d tokens on the device, %.2f GiB; %d in host memory, %.2f GiB",
         device_pages,
@@ -162,6 +182,20 @@ def _with_host_tier(
         hot_rows=hot_rows,
         staging_pages=min(staging_pages, most_pages),
     )
+
+
+def _check_kernels(geometry: KVGeometry, platform: str) -> None:
+    """Refuses a host tier whose rows no kernel can move."""
+    if platform != "gpu":
+        raise NotImplementedError(
+            f"kv_policy 'hybrid' has no kernels for {platform}: use kv_policy='resident'"
+        )
+    row = geometry.row_format
+    if split_row(row.width, row.dtype) is None:
+        raise NotImplementedError(
+            f"kv_policy 'hybrid' has no kernels for rows of {row.row_bytes} bytes, which are no "
+            "multiple of 16: use another kv_cache_dtype or kv_policy='resident'"
+        )
 
 
 def _host_bytes(options: StoreOptions, on_cpu: bool) -> int:

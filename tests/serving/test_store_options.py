@@ -1,0 +1,65 @@
+"""The store's sizes on GPUs, which are not there: devices that only tell their memory."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from glm53.kv_geometry import kv_geometry
+from glm53.presets import preset
+from kvcache import KVGeometry
+from pallas_kernels.host_memory import LIMIT_VARIABLE
+from pallas_kernels.row_format import RowKind
+from serving.store_options import MEMORY_FRACTION, StoreOptions, resolve_geometry
+
+pytestmark = pytest.mark.usefixtures("as_a_user")  # which would refuse such a mesh
+
+
+def resolve(
+    model: str = "glm-5.3", row_kind: RowKind = "fp8", platform: str = "gpu", **options: Any
+) -> KVGeometry:
+    config = preset(model)
+    one_page = kv_geometry(
+        config,
+        row_kind=row_kind,
+        device_pages=1,
+        max_model_len=4096 if model == "test-small" else 1 << 20,
+        max_sequences=8,
+        num_devices=8,
+    )
+    stats = {"bytes_limit": 140 << 30, "bytes_in_use": 90 << 30}
+    device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+    mesh: Any = SimpleNamespace(devices=np.array([device] * 8))
+    defaults = {"device_pages": None, "hot_rows": None, "memory_fraction": MEMORY_FRACTION}
+    chosen = StoreOptions(**defaults | {"host_memory_gib": 40, "kv_policy": "hybrid"} | options)
+    return resolve_geometry(one_page, chosen, mesh, config.index_topk)
+
+
+def test_hybrid_on_gpus() -> None:
+    """A host tier that is refused where there are kernels for it."""
+    geometry = resolve()
+    assert geometry.host_pages == 40 * 2**30 // geometry.page_bytes
+    assert geometry.hot_rows == 1024
+
+
+def test_host_memory_that_jax_may_not_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails to be allocated, with a message that does not tell what to do."""
+    monkeypatch.delenv(LIMIT_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=f"host_memory_gib 100 .*set {LIMIT_VARIABLE}=104 before"):
+        resolve(host_memory_gib=100)
+    monkeypatch.setenv(LIMIT_VARIABLE, "104")
+    assert resolve(host_memory_gib=100).host_bytes > 99 << 30
+    # Left open, it is no more than may be pinned.
+    monkeypatch.setenv(LIMIT_VARIABLE, "5")
+    assert resolve(host_memory_gib=None).host_bytes <= 1 << 30
+
+
+def test_what_has_no_kernel() -> None:
+    """A program that XLA refuses with an error from deep within, for want of a kernel."""
+    with pytest.raises(NotImplementedError, match="'hybrid' has no kernels for tpu"):
+        resolve(platform="tpu")
+    with pytest.raises(NotImplementedError, match=r"rows of 52 bytes.*kv_cache_dtype"):
+        resolve("test-small", "fp8")
+    assert resolve("test-small", "float32").num_layers == 7
+    assert resolve(host_memory_gib=None, kv_policy="resident").host_pages == 0
