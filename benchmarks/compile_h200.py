@@ -190,7 +190,7 @@ def _with_sharding(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def local_bytes(array: jax.ShapeDtypeStruct) -> int:
+def local_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Bytes of an array on one device."""
     assert array.sharding is not None
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize

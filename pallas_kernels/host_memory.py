@@ -44,12 +44,8 @@ def host_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Shaped[Ar
 
     XLA would write them to the device's memory first, which may have no room.
     """
-    make = compute_on(
-        lambda: jnp.zeros(shape, dtype),
-        compute_type="device_host",
-        out_memory_spaces=jax.memory.Space.Host,
-    )
-    return make()
+    on_host = compute_on(compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return on_host(lambda: jnp.zeros(shape, dtype))()
 
 
 def reserve_host_memory(num_bytes: int) -> None:

@@ -75,9 +75,11 @@ def _fetch(
     if chosen(unsupported_rows(host)) != "reference":
         targets = jnp.arange(host_rows.shape[0], dtype=jnp.int32)
         place = jnp.where(on_host, jnp.cumsum(on_host) - 1, targets.shape[0])
-        nothing = jnp.zeros_like(targets)
-        lists = (nothing.at[place].set(each, mode="drop") for each in (host_rows, targets))
-        return fetch_rows(stored, host, layer, *lists, jnp.sum(on_host))
+        listed, wanted = (
+            jnp.zeros_like(targets).at[place].set(each, mode="drop")
+            for each in (targets, host_rows)
+        )
+        return fetch_rows(stored, host, layer, wanted, listed, jnp.sum(on_host))
 
     def fetch(stored: jax.Array) -> jax.Array:
         source = host.reshape(-1, *host.shape[2:])

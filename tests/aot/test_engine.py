@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -31,6 +32,10 @@ MESH = make_mesh(NUM_DEVICES)
 GEOMETRY = node_geometry(CONFIG, 32)
 STORE, SEQUENCES = abstract_state(CONFIG, GEOMETRY, MESH)
 PAGES, MOVES, CHANGES = 4, 8, 4  # of an import or export, of a step, of leases
+NO_MOVES = replicated(
+    MoveList(*[np.full((MOVES, 2), -1, np.int32)] * 4, maps=np.full((4 * MOVES, 3), -1, np.int32)),
+    MESH,
+)
 
 
 def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -70,7 +75,7 @@ def check_in_place(report: CompileReport) -> None:
     [
         (
             "move",
-            (MoveList(*[integers(MOVES, 2)] * 4, maps=integers(4 * MOVES, 3)),),
+            (NO_MOVES,),
             {"store_pages", "load_pages", "copy_pages"},
         ),
         ("lease", (integers(CHANGES), integers(CHANGES, GEOMETRY.hot_pages)), set()),
