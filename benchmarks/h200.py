@@ -1,11 +1,14 @@
 """Checks and times the kernels on an H200: one script of less than three minutes.
 
-Every operation's kernel is compared with its reference, which runs on the CPU: on small odd shapes,
-and at GLM-5.3's true ones, of one device of eight, where it is then timed. Bits must be the same,
-or, for `index_scores`, differ by no more than it states. A call's time is on the device, without
-the launch from Python (h200_programs.py says how), and is compared with what its bytes and products
-take at 50 GB/s over the host link, 4.3 TB/s in the device's memory and 780 TFLOP/s. Then staging is
-timed by its rows, and beside a product in the same program.
+Every operation's kernel is compared with its reference on small odd shapes, and at GLM-5.3's true
+ones, of one device of eight, where it is then timed. Bits must be the same, or, for `index_scores`,
+differ by no more than it states. References run on the CPU; those of slabs of gigabytes on the GPU,
+whose memory stands in for the host's, as XLA would not gather from that.
+
+A call's time is on the device, without the launch from Python (h200_programs.py says how), and is
+compared with what its bytes and products take at 50 GB/s over the host link, 4.3 TB/s in the
+device's memory and 780 TFLOP/s. Then staging is timed by its rows, and beside a product in the same
+program.
 
 Exits with 1 where a value is wrong or an operation fails; the others are run all the same. With
 --dry-run all of it runs on a CPU, on small shapes and in Pallas' interpreter, and times nothing.
@@ -23,10 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 from benchmarks.h200_operations import OPERATIONS
-from benchmarks.h200_programs import Chain, Machine, Operation, measure
+from benchmarks.h200_programs import Chain, Large, Machine, Operation, measure
 from benchmarks.h200_staging import (
     GLM_PRODUCT,
     SMALL_PRODUCT,
@@ -37,7 +43,8 @@ from benchmarks.h200_staging import (
 )
 
 NOT_MEASURED = "not measured"
-_COMPARED_BYTES = 64 << 20  # together, of arrays that may have gigabytes
+_LARGE_BYTES = 256 << 20  # of arrays that are compared on the device
+_MOST_CPU_BYTES = 4 << 30  # of large operands that a reference on the CPU may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,27 +69,43 @@ class Outcome:
 
 
 def first_difference(
-    found: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | None = None
+    found: jax.Array | np.ndarray,
+    expected: jax.Array | np.ndarray,
+    tolerance: np.ndarray | None = None,
 ) -> str | None:
     """The first place at which arrays differ by a bit, or by more than the tolerance, in words."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         return f"is {found.dtype}{found.shape}, not {expected.dtype}{expected.shape}"
-    parts = max(1, min(len(found) if found.ndim else 1, found.nbytes // _COMPARED_BYTES))
     start = 0
-    for some, other in zip(
-        *(np.array_split(np.atleast_1d(each), parts) for each in (found, expected)), strict=True
-    ):
-        if tolerance is None:
-            bits = f"u{found.itemsize}"
-            wrong = np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(other).view(bits)
-        else:
-            wrong = _differ(some, other, np.atleast_1d(tolerance)[start : start + len(some)])
-        if wrong.any():
-            place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
-            where = [start + place[0], *place[1:]] if found.ndim else []
-            return f"differs first at {where}: {some[place]}, not {other[place]}"
-        start += len(some)
-    return None
+    if isinstance(found, jax.Array) and tolerance is None and found.nbytes >= _LARGE_BYTES:
+        # Only what differs is brought to the CPU.
+        on_device = SingleDeviceSharding(*found.sharding.device_set)
+        found, expected = (jax.device_put(each, on_device) for each in (found, expected))
+        wrong = np.asarray(_parts_that_differ(found, expected))
+        if not wrong.any():
+            return None
+        start = int(np.argmax(wrong))
+        found, expected = found[start : start + 1], expected[start : start + 1]
+    found, expected = np.asarray(found), np.asarray(expected)
+    some, other = np.atleast_1d(found, expected)
+    if tolerance is None:
+        bits = f"u{found.itemsize}"
+        wrong = np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(other).view(bits)
+    else:
+        wrong = _differ(some, other, np.atleast_1d(tolerance))
+    if not wrong.any():
+        return None
+    place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+    where = [start + place[0], *place[1:]] if found.ndim else []
+    return f"differs first at {where}: {some[place]}, not {other[place]}"
+
+
+@jax.jit
+def _parts_that_differ(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """Whether any bit does, along the first axis."""
+    bits = f"uint{8 * found.dtype.itemsize}"
+    found, expected = (lax.bitcast_convert_type(each, bits) for each in (found, expected))
+    return jnp.any(found != expected, axis=range(1, found.ndim))
 
 
 def _differ(found: np.ndarray, expected: np.ndarray, tolerance: np.ndarray) -> np.ndarray:
@@ -111,14 +134,14 @@ class Case:
         self._chain = Chain(machine, operation.body(self._spec, machine.implementation))
 
     def check(self) -> str | None:
-        """Runs a call, and another one on the CPU; says where their results differ."""
-        cpu = Machine.cpu("reference")
+        """Runs a call, and another one of the reference; says where their results differ."""
         found = self._results(self._chain)
-        reference = Chain(cpu, self._operation.body(self._spec, cpu.implementation))
-        expected = self._results(reference)
+        reference = self._reference()
+        body = self._operation.body(self._spec, reference.implementation)
+        expected = self._results(Chain(reference, body))
         tolerance = None
         if self._operation.tolerance:
-            kept = map(cpu.keep, self._operation.kept(self._spec))
+            kept = map(reference.keep, body.kept)
             operands = map(np.asarray, (*kept, *self._lists[0]))
             tolerance = self._operation.tolerance(self._spec, *operands)
         for number, (some, other) in enumerate(zip(found, expected, strict=True)):
@@ -126,9 +149,16 @@ class Case:
                 return f"result {number} {difference}"
         return None
 
-    def _results(self, chain: Chain) -> tuple[np.ndarray, ...]:
+    def _reference(self) -> Machine:
+        """The CPU, or the device where its memory stands in for a large slab of the host's."""
+        large = [each.array for each in self._chain.operands if isinstance(each, Large)]
+        if sum(array.size * array.dtype.itemsize for array in large) <= _MOST_CPU_BYTES:
+            return Machine.cpu("reference")
+        return dataclasses.replace(self._machine, implementation="reference", host=None)
+
+    def _results(self, chain: Chain) -> tuple[Any, ...]:
         (returned,) = chain.run(chain.place(self._lists[:1]))
-        return self._operation.comparable(tuple(map(np.asarray, (*chain.state, *returned))))
+        return self._operation.comparable((*chain.state, *returned))
 
     def time(self) -> float | None:
         """Median seconds of a call."""
@@ -231,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, without times")
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="some of %(default)s")
-    parser.add_argument("--repeats", type=int, default=10, help="of each time")
+    parser.add_argument("--repeats", type=int, default=30, help="of each time")
     parser.add_argument("--output", type=Path, help="write the results here, in JSON")
     options = parser.parse_args(arguments)
     operations = options.operations.split(",")
@@ -245,6 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no GPU: jax runs on {platform!r}. Install jax[cuda13] on a machine with an H200, or"
             " give --dry-run"
         )
+    try:
+        jax.devices("cpu")
+    except RuntimeError as error:
+        parser.error(f"no CPU for the references: unset JAX_PLATFORMS, or add cpu to it ({error})")
     if options.dry_run:
         machine = Machine.cpu("interpreter")
     else:

@@ -101,11 +101,15 @@ class Machine:
         in_host = isinstance(operand, Large) and operand.in_host
         return self.host if in_host and self.host else self.device
 
+    def filling(self, operand: Large) -> Callable[[], jax.Array]:
+        """The jitted function that returns the operand, in its memory."""
+        fill = functools.partial(operand.fill, operand.array)
+        return jax.jit(fill, out_shardings=self.memory(operand))
+
     def place(self, operand: Operand) -> jax.Array:
         """The operand, in its memory."""
         if isinstance(operand, Large):
-            fill = functools.partial(operand.fill, operand.array)
-            return jax.jit(fill, out_shardings=self.memory(operand))()
+            return self.filling(operand)()
         # What is donated must not be the operand itself.
         return jax.device_put(operand, self.device, may_alias=False)
 
@@ -231,7 +235,7 @@ class Operation:
     lists: Callable[[Any, Rng, bool], Operands]
     work: Callable[[Any], Work]
     tolerance: Callable[..., np.ndarray] | None = None
-    comparable: Callable[[tuple[np.ndarray, ...]], tuple[np.ndarray, ...]] = lambda results: results
+    comparable: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda results: results
 
     def body(self, spec: Any, implementation: Implementation) -> Body:
         """What a program of a spec's operation repeats."""
@@ -252,6 +256,7 @@ class Chain:
     """
 
     def __init__(self, machine: Machine, body: Body) -> None:
+        self.operands = (*body.state, *body.kept)
         self._machine = machine
         self._program = program(machine, body)
         self.state = tuple(map(machine.place, body.state))

@@ -93,7 +93,12 @@ def _score_tolerance(
     layer: np.ndarray,
     num_keys: np.ndarray,
 ) -> np.ndarray:
-    """What `batched_index_scores` states."""
+    """What `batched_index_scores` states, in proportion to the magnitude of a score's products.
+
+    Of e4m3 queries it states none: each of 128 additions with 14 bits may lose 2**-14 of the
+    largest product.
+    """
+    share = 2.0**-7 if spec.query_dtype == "float8_e4m3fn" else 2.0**-16
     with jax.default_device(jax.devices("cpu")[0]):
         stored = np.abs(np.asarray(spec.row_format.unpack(jnp.asarray(keys[layer]))))
     query = np.abs(query.astype(np.float32))
@@ -102,7 +107,7 @@ def _score_tolerance(
         products = stored[places].reshape(spec.context, -1) @ rows.reshape(-1, rows.shape[-1]).T
         products = products.reshape(-1, *row_weights.shape) * row_weights
         magnitudes.append(products.sum(axis=-1).T)
-    return 2.0**-16 * np.stack(magnitudes)
+    return share * np.stack(magnitudes)
 
 
 def _select_topk(spec: SelectSpec, implementation: Implementation) -> Call:
@@ -128,9 +133,9 @@ def _last_positions(spec: SelectSpec, rng: Rng, full: bool) -> Operands:
     return (last if full else rng.integers(-1, end, spec.num_rows, np.int32),)
 
 
-def _by_position(results: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+def _by_position(results: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
     """Selections whose order is any, in the order of their positions."""
-    scores, positions = results
+    scores, positions = map(np.asarray, results)
     order = np.argsort(np.where(positions < 0, np.iinfo(np.int32).max, positions), stable=True)
     return tuple(np.take_along_axis(each, order, axis=-1) for each in (scores, positions))
 
@@ -155,7 +160,9 @@ def _resolve_rows(spec: ResolveSpec, implementation: Implementation) -> Call:
 
 @functools.cache
 def _resolved(spec: ResolveSpec) -> Operands:
-    return tuple(resolve_specs.arguments(spec, np.random.default_rng(0), on_host=0.2))
+    """All operands; those of selections, which `_located` draws, of one row."""
+    one_row = dataclasses.replace(spec, rows=1)
+    return tuple(resolve_specs.arguments(one_row, np.random.default_rng(0), on_host=0.0))
 
 
 def _resolve_kept(spec: ResolveSpec) -> Operands:
@@ -182,21 +189,18 @@ def _resolve_work(spec: ResolveSpec) -> Work:
     return Work(device_bytes=selected * (4 + 4 + 4 + 2) + hot * (2 * 4 + 2 * 4 + 4))
 
 
-def _one_nan(results: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+def _one_nan(results: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
     """A NaN's bits say nothing."""
     return tuple(
         np.where(np.isnan(each), np.float32(np.nan), each) if each.dtype.kind == "f" else each
-        for each in results
+        for each in map(np.asarray, results)
     )
-
-
-# What the interpreter is quick with.
 
 
 SELECTIONS = {
     "index_scores": Operation(
         specs=score_specs.SPECS,
-        timed=("glm_fp8_8x4_1m", "glm_fp8_1x64_128k", "glm_fp8_8x4_128k", "glm_fp8_8x1_128k"),
+        timed=("glm_fp8_8x4_1m", "glm_fp8_1x64_128k", "glm_fp8_8x1_128k"),
         rehearsed=("odd_bfloat16_float32",),
         call=_index_scores,
         kept=_scored,
@@ -206,7 +210,7 @@ SELECTIONS = {
     ),
     "select_topk": Operation(
         specs=select_specs.SPECS,
-        timed=("glm_1m", "glm_1m_drafts", "glm_128k_batch"),
+        timed=("glm_1m_drafts", "glm_128k_batch"),
         rehearsed=("odd_short",),
         call=_select_topk,
         kept=_candidates,
@@ -216,7 +220,7 @@ SELECTIONS = {
     ),
     "merge_topk": Operation(
         specs=select_specs.SPECS,
-        timed=("glm_1m", "glm_1m_drafts"),
+        timed=("glm_1m_drafts",),
         rehearsed=("odd_short",),
         call=_merge_topk,
         lists=_selections,
@@ -224,7 +228,7 @@ SELECTIONS = {
     ),
     "resolve_rows": Operation(
         specs=resolve_specs.SPECS | _FEW_HOT_ROWS,
-        timed=("glm_4x32", "glm_4x8"),
+        timed=("glm_4x32",),
         rehearsed=("few",),
         call=_resolve_rows,
         state=lambda spec: _resolved(spec)[:3],

@@ -1,5 +1,7 @@
 """The programs that benchmarks/h200.py times, as it compiles them on a GPU."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -16,9 +18,9 @@ BESIDE_XLA = ("resolve_rows",)
 """Operations with state of which XLA does a part."""
 
 
-def compiled(body: Body, calls: list[Operands]) -> CompileReport:
-    """A program of several calls."""
-    machine = Machine.with_kernels(jax.devices()[0])
+def compiled(body: Body, calls: list[Operands], machine: Machine | None = None) -> CompileReport:
+    """A program of several calls, on one H200 if not on another machine."""
+    machine = machine or Machine.with_kernels(jax.devices()[0])
 
     def shapes(operands: Operands) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(map(shape, operands))
@@ -32,12 +34,7 @@ def compiled(body: Body, calls: list[Operands]) -> CompileReport:
     zero = shape(np.zeros((), np.int32))
     report = compile_for_h200(program(machine, body), (state, shapes(body.kept), lists, zero))
     assert all(kernel.spilled_bytes == 0 for kernel in report.kernels)
-    assert report.loops == ()
     assert report.aliased_bytes == sum(array.size * array.dtype.itemsize for array in state)
-    # What lies in host memory is used there.
-    operands = (*body.state, *body.kept)
-    in_host = sum(isinstance(operand, Large) and operand.in_host for operand in operands)
-    assert len(report.host_parameters) == in_host
     return report
 
 
@@ -50,6 +47,10 @@ def test_timed_calls(name: str) -> None:
     calls = [operation.lists(spec, rng, True) for _ in range(CALLS)]
     body = operation.body(spec, "mosaic_gpu")
     report = compiled(body, calls)
+    # What lies in host memory is used there.
+    large = [each for each in (*body.state, *body.kept) if isinstance(each, Large)]
+    assert len(report.host_parameters) == sum(each.in_host for each in large)
+    assert report.loops == ()
     (kernel,) = {kernel.name for kernel in report.kernels}
     assert report.launch_counts[kernel] == CALLS * KERNELS.get(name, 1)
     if body.state and name not in BESIDE_XLA:
@@ -72,3 +73,22 @@ def test_overlap() -> None:
     for report in both:
         assert report.launch_counts == {"stage_rows": CALLS, "fusion": CALLS}
         assert report.copies == []
+
+
+def test_values_at_true_sizes() -> None:
+    """A slab that cannot be filled in host memory, or a reference that XLA does not compile where
+    device memory stands in for it."""
+    operation, rng = OPERATIONS["stage_rows"], np.random.default_rng(0)
+    spec = operation.specs[operation.timed[0]]
+    machine = Machine.with_kernels(jax.devices()[0])
+    (host,) = operation.kept(spec)
+    assert isinstance(host, Large)
+    num_bytes = host.array.size * host.array.dtype.itemsize
+    filled = compile_for_h200(machine.filling(host), ())
+    assert filled.host.output_bytes == num_bytes
+    on_device = dataclasses.replace(machine, implementation="reference", host=None)
+    body = operation.body(spec, on_device.implementation)
+    report = compiled(body, [operation.lists(spec, rng, True)], on_device)
+    assert report.host_parameters == ()
+    assert report.kernels == ()
+    assert report.device.argument_bytes > num_bytes

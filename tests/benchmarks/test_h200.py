@@ -129,18 +129,22 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_first_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Differences beyond the first part of an array, in a sign or a NaN; rounding, infinities."""
-    monkeypatch.setattr(h200, "_COMPARED_BYTES", 64)
+@pytest.mark.parametrize("large_bytes", [1, 1 << 20])
+def test_first_difference(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Differences in a sign or a NaN, at another place than is told; rounding, infinities."""
+    monkeypatch.setattr(h200, "_LARGE_BYTES", large_bytes)
     expected = np.arange(100, dtype=np.float32).reshape(20, 5)
-    assert first_difference(expected.copy(), expected) is None
+
+    def compare(found: np.ndarray, expected: np.ndarray) -> str | None:
+        return first_difference(jnp.asarray(found), jnp.asarray(expected))
+
+    assert compare(expected.copy(), expected) is None
     found = expected.copy()
     found[13, 2], found[17, 0] = -1, -2
-    assert first_difference(found, expected) == "differs first at [13, 2]: -1.0, not 67.0"
+    assert compare(found, expected) == "differs first at [13, 2]: -1.0, not 67.0"
     zeros = np.zeros(3, np.float32)
-    assert first_difference(np.array([0, 0, -0.0], np.float32), zeros) is not None
-    assert first_difference(zeros[:2], zeros) == "is float32(2,), not float32(3,)"
-    assert first_difference(np.asarray(3), np.asarray(4)) == "differs first at []: 3, not 4"
+    assert compare(np.array([0, 0, -0.0], np.float32), zeros) is not None
+    assert compare(zeros[:2], zeros) == "is float32(2,), not float32(3,)"
     tolerance = np.full((20, 5), 1e-3)
     assert first_difference(expected + np.float32(5e-4), expected, tolerance) is None
     for wrong in (np.nan, -np.inf, 99.002):
