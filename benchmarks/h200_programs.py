@@ -180,7 +180,8 @@ def program(machine: Machine, body: Body) -> Callable[..., Any]:
 
 
 def _first_bits(array: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(array[(0,) * array.ndim], jnp.int32)
+    bits = f"int{8 * array.dtype.itemsize}"
+    return lax.bitcast_convert_type(array[(0,) * array.ndim], bits).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ from pallas_kernels.select_topk import specs as select_specs
 from pallas_kernels.select_topk.specs import SelectSpec
 
 # What the interpreter is quick with.
+_FEW_KEYS = {
+    "few": dataclasses.replace(score_specs.SPECS["odd_bfloat16"], sequences=2, context_pages=1)
+}
 _FEW_HOT_ROWS = {"few": dataclasses.replace(resolve_specs.SPECS["odd_1"], sequences=2, k=60)}
 
 
@@ -199,9 +202,9 @@ def _one_nan(results: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
 
 SELECTIONS = {
     "index_scores": Operation(
-        specs=score_specs.SPECS,
+        specs=score_specs.SPECS | _FEW_KEYS,
         timed=("glm_fp8_8x4_1m", "glm_fp8_1x64_128k", "glm_fp8_8x1_128k"),
-        rehearsed=("odd_bfloat16_float32",),
+        rehearsed=("few",),
         call=_index_scores,
         kept=_scored,
         lists=_score_lists,

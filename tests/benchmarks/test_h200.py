@@ -95,11 +95,6 @@ def test_faults_are_told(
     file, names = tmp_path / "result.json", ("copy_pages", "append_rows", "merge_topk")
     for name, fault in zip(names, (RuntimeError, None), strict=False):
         monkeypatch.setitem(OPERATIONS, name, planted(OPERATIONS[name], fault))
-    monkeypatch.setitem(
-        OPERATIONS,
-        "append_rows",
-        dataclasses.replace(OPERATIONS["append_rows"], rehearsed=("odd_fp8",)),
-    )
     assert main(["--dry-run", "--operations", ",".join(names), "--output", str(file)]) == 1
     output = capsys.readouterr().out
     errors = [
