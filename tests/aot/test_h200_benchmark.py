@@ -10,6 +10,7 @@ from benchmarks.h200_operations import OPERATIONS
 from benchmarks.h200_programs import Body, Large, Machine, Operand, Operands, program
 from benchmarks.h200_staging import GLM_PRODUCT, overlap_bodies
 from pallas_kernels.aot import CompileReport, compile_for_h200
+from pallas_kernels.hlo_program import HloProgram
 
 CALLS = 2
 KERNELS = {"select_topk": 2, "merge_topk": 2}
@@ -59,8 +60,16 @@ def test_timed_calls(name: str) -> None:
         assert report.temp_bytes == 0
 
 
-def test_overlap() -> None:
+def test_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging that is not started apart from the product, and a slab that is copied for it."""
+    programs: list[HloProgram] = []
+    parse = HloProgram.parse
+
+    def kept(text: str) -> HloProgram:
+        programs.append(parse(text))
+        return programs[-1]
+
+    monkeypatch.setattr(HloProgram, "parse", kept)
     operation, rng = OPERATIONS["stage_rows"], np.random.default_rng(0)
     (name,) = operation.timed
     calls = [operation.lists(operation.specs[name], rng, True) for _ in range(CALLS)]
@@ -73,6 +82,11 @@ def test_overlap() -> None:
     for report in both:
         assert report.launch_counts == {"stage_rows": CALLS, "fusion": CALLS}
         assert report.copies == []
+    apart = [
+        sum(each.opcode == "call-start" for each in program.computations[program.entry])
+        for program in programs
+    ]
+    assert apart == [0, 0, 0, CALLS]
 
 
 def test_values_at_true_sizes() -> None:
