@@ -18,7 +18,7 @@ from kvcache.host_tier import HostTier
 from kvcache.per_engine import per_engine
 from kvcache.pytree import pytree_dataclass
 from pallas_kernels.append_rows import append_rows as write_rows
-from pallas_kernels.compiler_options import GPU_COMPILER_OPTIONS
+from pallas_kernels.compiler_options import gpu_options
 from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host, host_zeros
 from pallas_kernels.implementation import chosen
 
@@ -101,7 +101,6 @@ class KVStore:
     @per_engine
     def creation(cls, geometry: KVGeometry, mesh: Mesh) -> Callable[[], "KVStore"]:
         """The jitted function that makes an empty store."""
-        on_gpu = mesh.devices.flat[0].platform == "gpu"
 
         def build() -> KVStore:
             store = cls._empty(geometry)
@@ -110,7 +109,7 @@ class KVStore:
         return jax.jit(
             build,
             out_shardings=cls.shardings(geometry, mesh),
-            compiler_options=dict(GPU_COMPILER_OPTIONS) if on_gpu else None,
+            compiler_options=gpu_options(mesh),
         )
 
 

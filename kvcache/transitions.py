@@ -17,7 +17,7 @@ from kvcache.geometry import KVGeometry
 from kvcache.page_moves import MoveList
 from kvcache.per_engine import per_engine
 from kvcache.store import MESH_AXIS, KVStore, in_host, on_device
-from pallas_kernels.compiler_options import GPU_COMPILER_OPTIONS
+from pallas_kernels.compiler_options import gpu_options
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 
 EVERYWHERE = PartitionSpec()
@@ -40,8 +40,7 @@ class Transitions:
 
     def __init__(self, geometry: KVGeometry, mesh: Mesh) -> None:
         specs, shardings = KVStore.specs(geometry), KVStore.shardings(geometry, mesh)
-        on_gpu = mesh.devices.flat[0].platform == "gpu"
-        options = dict(GPU_COMPILER_OPTIONS) if on_gpu else None
+        options = gpu_options(mesh)
 
         def jit(transition: Callable, *inputs: PartitionSpec, also: Any = None) -> Callable:
             """One that returns the store, or the store and `also` (specs)."""

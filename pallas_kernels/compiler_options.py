@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from jax.sharding import Mesh
+
 GPU_COMPILER_OPTIONS: Mapping[str, str | bool] = {
     # Memory is laid out beforehand and arguments are updated in place: computing values twice to
     # save memory would cost time and make no room.
@@ -10,4 +12,9 @@ GPU_COMPILER_OPTIONS: Mapping[str, str | bool] = {
     # the operand that it writes in place.
     "xla_gpu_enable_dynamic_slice_fusion": False,
 }
-"""For `jax.jit` on a GPU, and what `compile_for_h200` compiles with."""
+"""What `compile_for_h200` compiles with, and `jax.jit` on a GPU."""
+
+
+def gpu_options(mesh: Mesh) -> dict[str, str | bool] | None:
+    """`jax.jit`'s `compiler_options` for a program on the mesh; None on other devices."""
+    return dict(GPU_COMPILER_OPTIONS) if mesh.devices.flat[0].platform == "gpu" else None
