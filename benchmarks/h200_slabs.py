@@ -19,6 +19,9 @@ from benchmarks.h200_programs import (
 from pallas_kernels.append_rows import append_rows
 from pallas_kernels.append_rows import specs as append_specs
 from pallas_kernels.append_rows.specs import AppendSpec
+from pallas_kernels.fetch_rows import fetch_rows
+from pallas_kernels.fetch_rows import specs as fetch_specs
+from pallas_kernels.fetch_rows.specs import FetchSpec
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 from pallas_kernels.move_pages import specs as move_specs
@@ -61,6 +64,11 @@ def _stage_rows(spec: StageSpec, implementation: Implementation) -> Call:
 def _stage_pages(spec: StageSpec, implementation: Implementation) -> Call:
     stage = functools.partial(stage_pages, implementation=implementation)
     return lambda slab, host, *lists: (stage(slab, host, LAYER, *lists),)
+
+
+def _fetch_rows(spec: FetchSpec, implementation: Implementation) -> Call:
+    fetch = functools.partial(fetch_rows, implementation=implementation)
+    return lambda rows, host, *lists: (fetch(rows, host, LAYER, *lists),)
 
 
 def _store_pages(spec: MoveSpec, implementation: Implementation) -> Call:
@@ -136,6 +144,19 @@ SLAB_OPERATIONS = {
             _count(spec.pages, rng, full),
         ),
         work=lambda spec: Work(host_bytes=spec.pages * _page_bytes(spec.slabs, 1)),
+    ),
+    "fetch_rows": Operation(
+        specs=fetch_specs.SPECS,
+        timed=("glm_fp8",),
+        rehearsed=("odd_narrow",),
+        call=_fetch_rows,
+        state=lambda spec: (Large(spec.buffer, scattered_bits),),
+        kept=lambda spec: (_host(spec.slabs),),
+        lists=lambda spec, rng, full: (
+            *fetch_specs.row_lists(spec, rng),
+            _count(spec.rows, rng, full),
+        ),
+        work=lambda spec: Work(host_bytes=spec.rows * spec.slabs.row_format.row_bytes),
     ),
     "store_pages": Operation(
         specs=move_specs.SPECS,
