@@ -253,7 +253,7 @@ def describe(step: DecodeStep, report: CompileReport, seconds: float) -> Iterato
         f"{report.host.argument_bytes / gib:.2f} GiB in host memory"
     )
     yield (
-        f"state {step.state_bytes / gib:.2f} GiB a device, of which updated in place "
+        f"state in both memories {step.state_bytes / gib:.2f} GiB a device, updated in place "
         f"{report.aliased_bytes / gib:.2f} GiB"
     )
     yield (
