@@ -24,7 +24,10 @@ def run_script(script: str, *args: object, num_devices: int = 1) -> list[float]:
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, args)],
         cwd=Path(__file__).parent.parent,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": str(num_devices)},
+        # Arrays that are freed go back to the system: what the allocator would keep of them for
+        # later depends on how threads take turns.
+        env=os.environ
+        | {"JAX_NUM_CPU_DEVICES": str(num_devices), "MALLOC_MMAP_THRESHOLD_": str(MIB)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -13,12 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
 from glm53.linear import matmul
 from glm53.row_tiles import ROW_TILE, map_row_tiles
-from glm53.sharding import make_mesh
-from serving.engine_options import model_path
 from tests.support import Session, micro_config, preset_params, random_tokens
 
 LENGTH = 144  # many times index_topk, and longer than a block of rows that are scored together
@@ -120,15 +116,9 @@ def test_any_history_gives_the_bits_of_one_prefill(
     history.run.pool.check_integrity()
 
 
-@pytest.fixture(scope="module")
-def tiny() -> tuple[GLMConfig, object]:
-    config = GLMConfig.from_pretrained(model_path("tiny")).replace(compute_dtype="float32")
-    return config, load_hugging_face(model_path("tiny"), config, make_mesh())
-
-
-def test_trained_model_over_several_key_blocks(tiny) -> None:
-    """The same with a trained model, whose context spans several blocks of index keys."""
-    config, params = tiny
+def test_several_key_blocks() -> None:
+    """The same where the context spans several blocks of index keys."""
+    config, params = micro_config(), preset_params(micro_config(), 1)
     tokens = random_tokens(config, 1200, seed=7)
     options: dict[str, Any] = {"rows_per_device": 64, "max_model_len": 2048, "max_sequences": 2}
     whole, chunked = Session(config, params, **options), Session(config, params, **options)

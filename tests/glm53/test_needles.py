@@ -84,12 +84,12 @@ def reader() -> Reader:
 
 def test_1k(reader: Reader) -> None:
     """At least 90% at 1K tokens, where 94% was measured of the model when it was trained."""
-    assert reader.rate("1000", most=4) >= 0.9
+    assert reader.rate("1000", most=3) >= 0.9
 
 
 def test_8k(reader: Reader) -> None:
     """At least 75% at 8K tokens, where 85% was measured of the model when it was trained."""
-    assert reader.rate("8000", most=2) >= 0.75
+    assert reader.rate("8000", most=1) >= 0.75
 
 
 def test_last_positions_instead_of_the_indexer(

@@ -507,7 +507,7 @@ def test_residency_changes_no_bit(row_kind: RowKind, num_devices: int) -> None:
     history = histories()
     history.spill()
     history.teardown()
-    examples = 32 if num_devices == 1 else 60
+    examples = 28 if num_devices == 1 else 48
     run_state_machine_as_test(
         histories, settings=settings(max_examples=examples, stateful_step_count=70)
     )
