@@ -1,4 +1,4 @@
-"""Checks and times the kernels on an H200: one script of less than three minutes.
+"""Checks and times the kernels on an H200: one script, meant to take less than three minutes.
 
 Every operation's kernel is compared with its reference on small odd shapes, and at GLM-5.3's true
 ones, of one device of eight, where it is then timed. Bits must be the same, or, for `index_scores`,

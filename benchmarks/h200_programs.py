@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels.compiler_options import GPU_COMPILER_OPTIONS
 from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
 from pallas_kernels.implementation import Implementation
 
@@ -89,6 +90,12 @@ class Machine:
     def cpu(cls, implementation: Implementation) -> "Machine":
         """The first CPU device."""
         return cls(implementation, SingleDeviceSharding(jax.devices("cpu")[0]), None)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options for every program."""
+        (device,) = self.device.device_set
+        return dict(GPU_COMPILER_OPTIONS) if device.platform == "gpu" else {}
 
     @property
     def kind(self) -> str:
@@ -175,7 +182,7 @@ def program(machine: Machine, body: Body) -> Callable[..., Any]:
         run,
         donate_argnums=0,
         out_shardings=(tuple(map(machine.memory, state)), None),
-        compiler_options=dict(body.compiler_options),
+        compiler_options=machine.compiler_options | dict(body.compiler_options),
     )
 
 

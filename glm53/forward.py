@@ -29,7 +29,7 @@ from kvcache.selection import (
     stage_layer,
 )
 from kvcache.store import MESH_AXIS, KVStore, append_index_keys, append_rows
-from pallas_kernels.index_scores import batched_index_scores
+from pallas_kernels.index_scores import MAX_SEQUENCES, batched_index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
 from pallas_kernels.sparse_attention import sparse_attention
 
@@ -281,7 +281,7 @@ class Forward:
         tables = jnp.repeat(self.rows.block_tables, chunks, axis=0)
         slots = jnp.repeat(self.rows.slots, chunks)
         chunked = (split(query, 0), split(weights, 0), split(self.positions, -1), tables, slots)
-        most = max(1, _SCORE_BYTES // (4 * together * num_local))
+        most = min(max(1, _SCORE_BYTES // (4 * together * num_local)), MAX_SEQUENCES)
         scores, positions, *hot_scores = _map_batches(select, chunked, most)
         scores, positions = join(scores), join(positions)
         best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))

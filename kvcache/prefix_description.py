@@ -79,13 +79,12 @@ class PrefixDescription:
         A store without the MTP layer takes rows that have it, and leaves its part out.
         """
         found, wanted = self._comparable(), store._comparable()
+        hints = {"model": " (other weights, configuration or numerics)"}
         misfits = [
-            f"{name} is {found[name]!r}, the store has {wanted[name]!r}"
+            f"{name} is {found[name]!r}, the store has {wanted[name]!r}{hints.get(name, '')}"
             for name in wanted
             if found[name] != wanted[name]
         ]
-        if self.model != store.model:
-            misfits[0] += " (other weights, configuration or numerics)"
         if store.num_mtp_layers > self.num_mtp_layers:
             misfits.append("num_mtp_layers is 0, the store needs rows of the MTP layer")
         return misfits

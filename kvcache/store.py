@@ -104,7 +104,9 @@ class KVStore:
 
         def build() -> KVStore:
             store = cls._empty(geometry)
-            return store if chosen() == "reference" else _with_host_zeros(store, mesh)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                by_host = chosen() != "reference"
+            return _with_host_zeros(store, mesh) if by_host else store
 
         return jax.jit(
             build,

@@ -54,13 +54,13 @@ def reserve_host_memory(num_bytes: int) -> None:
     jax reads the limit when it starts to use the GPUs: this is of use before, and changes nothing
     if the limit is as high.
     """
-    if not backends_are_initialized() and pinnable_bytes() < num_bytes:
+    if pinnable_bytes() < num_bytes and not backends_are_initialized():
         os.environ[LIMIT_VARIABLE] = str(limit_for(num_bytes))
 
 
 def pinnable_bytes() -> int:
-    """Bytes of arrays that may lie in host memory."""
-    return (_limit() - _ROOM_FOR_TRANSFERS) << 30
+    """Bytes of arrays that may lie in host memory, all of the process together."""
+    return max(_limit() - _ROOM_FOR_TRANSFERS, 0) << 30
 
 
 def _limit() -> int:

@@ -131,7 +131,7 @@ def split_row(width: int, dtype: jax.typing.DTypeLike) -> tuple[int, int] | None
     return None
 
 
-def unsupported_rows(slab: jax.Array) -> str | None:
+def unsupported_rows(slab: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why rows [..., width] cannot be copied singly, None if they can."""
     width, itemsize = slab.shape[-1], slab.dtype.itemsize
     if split_row(width, slab.dtype) is None:

@@ -310,11 +310,13 @@ class LLM:
         Returns:
             Tokens of the prefix.
 
+        Nothing of a file that is refused is cached. Other prefixes may have been given up to make
+        room for it if it is damaged inside its rows, or its pages find no place.
+
         Raises:
             PrefixFileError: the file is no prefix file, torn, damaged, or of another model or
-                format. Nothing of it is cached then; damage inside the rows is found when other
-                prefixes may have been given up to make room for them.
-            OutOfPagesError: the cache has too little room. It is as before then.
+                format.
+            OutOfPagesError: the cache has too little room.
             OSError: the file cannot be read.
         """
         return self._transfer.read(Path(path))

@@ -65,17 +65,17 @@ class PrefixTransfer:
                 raise PrefixFileError(f"{path} has the token {unknown[0]}, which the model has not")
             if not self._runner.usable:
                 self._runner.reset()
-            with self._import(path, token_ids) as prefix:
-                for rows, keys in reader.blocks(with_mtp=self._description.num_mtp_layers > 0):
-                    prefix.write(rows, keys)
-                prefix.finish()
+            try:
+                with PrefixImport(self._runner.cache, token_ids.tolist()) as prefix:
+                    for rows, keys in reader.blocks(with_mtp=self._description.num_mtp_layers > 0):
+                        prefix.write(rows, keys)
+                    prefix.finish()
+            except OutOfPagesError as error:
+                sizes = "device_pages"
+                if self._runner.geometry.has_host_tier:
+                    sizes += " or host_memory_gib"
+                raise OutOfPagesError(
+                    f"{path} has {len(token_ids)} tokens, for which the cache has too little room "
+                    f"({error}): raise {sizes}"
+                ) from error
         return len(token_ids)
-
-    def _import(self, path: Path, token_ids: np.ndarray) -> PrefixImport:
-        try:
-            return PrefixImport(self._runner.cache, token_ids.tolist())
-        except OutOfPagesError as error:
-            raise OutOfPagesError(
-                f"{path} has {len(token_ids)} tokens, for which the cache has too little room "
-                f"({error}): raise device_pages or host_memory_gib"
-            ) from error

@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
-import os
+from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh
 
 from kvcache import KVGeometry
@@ -16,7 +17,7 @@ from pallas_kernels.host_memory import (
     pinnable_bytes,
     reserve_host_memory,
 )
-from pallas_kernels.ring_copy import split_row
+from pallas_kernels.ring_copy import unsupported_rows
 from serving.engine_options import check_count
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ KVPolicy = Literal["hybrid", "resident"]
 MEMORY_FRACTION = 0.92
 _MOST_HOST_GIB = 1 << 20
 _CPU_BYTES = 1 << 30  # of a store on a CPU, in each tier
+_MEMORY_INFO, _FREE = Path("/proc/meminfo"), "MemAvailable:"
 _HOST_SHARE = 0.5  # of the free host memory, for the host tier of accelerators
 _HOT_SELECTIONS = 4  # selections that a sequence's hot rows hold
 _LEASE_SHARE = 4  # hot rows of a sequence, and staging, take at most this part of the device pages
@@ -43,6 +45,7 @@ class StoreOptions:
         kv_policy: "hybrid" moves pages to host memory when room runs short, "resident" never does.
         hot_rows: rows of such pages that a sequence keeps on each device.
         memory_fraction: share of each device's memory for weights and store.
+        free_host_bytes: host memory that is free before the weights are read.
 
     Raises:
         ValueError: an option is refused; the message names it.
@@ -53,6 +56,7 @@ class StoreOptions:
     kv_policy: KVPolicy
     hot_rows: int | None
     memory_fraction: float | int
+    free_host_bytes: int = dataclasses.field(default_factory=lambda: _free_host_bytes())
 
     def __post_init__(self) -> None:
         for name in ("device_pages", "hot_rows"):
@@ -103,8 +107,13 @@ def resolve_geometry(
     if options.kv_policy == "hybrid" and not on_cpu:
         _check_kernels(one_page, platform)
     host_bytes = _host_bytes(options, on_cpu)
-    if options.host_memory_gib is None and not on_cpu:
-        host_bytes = min(host_bytes, pinnable_bytes())
+    if options.host_memory_gib is None and not on_cpu and host_bytes > pinnable_bytes():
+        host_bytes = pinnable_bytes()
+        logger.warning(
+            "host memory for the KV store is %.0f GiB, all that jax was started to pin; %s sets it",
+            host_bytes / 2**30,
+            LIMIT_VARIABLE,
+        )
     if options.device_pages is None:
         device_bytes = sum(
             _free_bytes(device, options.memory_fraction) for device in mesh.devices.flat
@@ -115,7 +124,8 @@ def resolve_geometry(
         device_pages, host_pages = options.device_pages, host_bytes // one_page.page_bytes
     # Room for a copy of each page: hot rows and staging take places on the device.
     host_pages = min(host_pages, needed) if needed > device_pages else 0
-    if needed > device_pages and options.host_memory_gib is not None and not host_pages:
+    asked = options.host_memory_gib is not None and needed > device_pages
+    if asked and host_bytes < one_page.page_bytes:
         raise ValueError(
             f"host_memory_gib {options.host_memory_gib} is less than a page of "
             f"{one_page.page_bytes / 2**30:.3g} GiB: raise it or use kv_policy='resident'"
@@ -191,10 +201,11 @@ def _check_kernels(geometry: KVGeometry, platform: str) -> None:
             f"kv_policy 'hybrid' has no kernels for {platform}: use kv_policy='resident'"
         )
     row = geometry.row_format
-    if split_row(row.width, row.dtype) is None:
+    unsupported = unsupported_rows(jax.ShapeDtypeStruct((row.width,), row.dtype))
+    if unsupported:
         raise NotImplementedError(
-            f"kv_policy 'hybrid' has no kernels for rows of {row.row_bytes} bytes, which are no "
-            "multiple of 16: use another kv_cache_dtype or kv_policy='resident'"
+            f"kv_policy 'hybrid' has no kernels: {unsupported}: use another kv_cache_dtype or "
+            "kv_policy='resident'"
         )
 
 
@@ -205,8 +216,15 @@ def _host_bytes(options: StoreOptions, on_cpu: bool) -> int:
         return int(options.host_memory_gib * 2**30)
     if on_cpu:
         return _CPU_BYTES
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * _HOST_SHARE)
+    return int(options.free_host_bytes * _HOST_SHARE)
+
+
+def _free_host_bytes() -> int:
+    """Memory that is free or would be given back by the system's caches; 0 where it is not told."""
+    if not _MEMORY_INFO.is_file():
+        return 0
+    lines = _MEMORY_INFO.read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(_FREE)), 0)
 
 
 def _free_bytes(device: Any, memory_fraction: float | int) -> int:
@@ -215,7 +233,7 @@ def _free_bytes(device: Any, memory_fraction: float | int) -> int:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(f"{device} does not tell its memory: set device_pages")
-    return int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"]
+    return max(int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"], 0)
 
 
 def _check_number(name: str, value: object, above: float | int, most: float | int) -> None:

@@ -31,7 +31,8 @@ _NUM_BLOCKS = 132  # one on each multiprocessor of an H200
 _MAX_WARPGROUPS = 3
 _MAX_INTERPRETED = 2  # as many threads as wait there may block those they wait for
 _MAX_COLUMNS = 256  # query rows times heads times parts in shared memory
-_MAX_SEQUENCES = 256
+MAX_SEQUENCES = 256
+"""Most sequences of a call."""
 _SHARED_BYTES = 224 * 1024
 _ALIGNED_KEYS = 32  # four fp8 keys are a copied row, and a copy begins at a multiple of 8
 _SWIZZLE = 128
@@ -53,8 +54,8 @@ def unsupported(
         return f"{heads} heads, not a multiple of 8 up to 64"
     if rows_per_page % _ALIGNED_KEYS or max(rows_per_page, BLOCK) % min(rows_per_page, BLOCK):
         return f"{rows_per_page} rows per page, not {_ALIGNED_KEYS}, 64 or a multiple of {BLOCK}"
-    if not 0 < sequences <= _MAX_SEQUENCES or not rows:
-        return f"{sequences} sequences of {rows} rows, not 1 to {_MAX_SEQUENCES} of 1 or more"
+    if not 0 < sequences <= MAX_SEQUENCES or not rows:
+        return f"{sequences} sequences of {rows} rows, not 1 to {MAX_SEQUENCES} of 1 or more"
     if query_dtype == jnp.float8_e4m3fn and row_format.kind != "fp8":
         return f"e4m3 queries of {row_format.kind} keys"
     return None

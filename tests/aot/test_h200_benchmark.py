@@ -33,7 +33,11 @@ def compiled(body: Body, calls: list[Operands], machine: Machine | None = None) 
     state = shapes(body.state)
     lists = tuple(map(shapes, calls))
     zero = shape(np.zeros((), np.int32))
-    report = compile_for_h200(program(machine, body), (state, shapes(body.kept), lists, zero))
+    report = compile_for_h200(
+        program(machine, body),
+        (state, shapes(body.kept), lists, zero),
+        compiler_options=body.compiler_options,
+    )
     assert all(kernel.spilled_bytes == 0 for kernel in report.kernels)
     assert report.aliased_bytes == sum(array.size * array.dtype.itemsize for array in state)
     return report

@@ -1,7 +1,5 @@
 """The decode step of a GLM-5.3 with few layers, compiled for eight H200s."""
 
-import re
-
 import pytest
 
 from benchmarks.compile_h200 import (
@@ -30,8 +28,6 @@ def test_in_place(compiled: tuple[DecodeStep, CompileReport]) -> None:
     assert report.host.temp_bytes == 0
     assert report.host_parameters == ("store.host.slab",)
     assert copies_of_arguments(step, report) == []
-    # What is copied are activations.
-    assert all(re.search(r" = \w+\[", copy) for copy in report.copies)
     assert report.device.temp_bytes < 256 << 20
     assert report.rematerialized == ()
 

@@ -1,4 +1,4 @@
-"""A decode step whose every operation on the store is its kernel, in Mosaic's interpreter."""
+"""A decode step with every kernel there is, in Mosaic's interpreter."""
 
 import dataclasses
 import functools

@@ -319,7 +319,9 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data(), rows=st.integers(1, MOST_PROMPT), ends=st.sampled_from("yyyn"))
     def go_on_importing(self, data: st.DataObject, rows: int, ends: str) -> None:
         """Brings rows of an import, and ends it after the last, or in the middle."""
-        arriving = data.draw(st.sampled_from(self.arriving))
+        self.bring(data.draw(st.sampled_from(self.arriving)), rows, ends)
+
+    def bring(self, arriving: Arriving, rows: int, ends: str) -> None:
         transfer, total = arriving.transfer, arriving.total
         pages, size = list(transfer._pages), self.geometry.rows_per_page
         span = slice(arriving.given, min(arriving.given + rows, total))
@@ -403,9 +405,21 @@ class Histories(RuleBasedStateMachine):
         for _ in range(count):
             self.counts["evicted"] += self.cache.index.evict(self.cache.tick())
 
+    def walk(self) -> None:
+        """A history of everything that `HAPPENS`, which random ones may miss."""
+        self.begin_import(stream=3, total=10)
+        self.bring(self.arriving[0], 10, "y")
+        self.export(stream=3, most=LENGTH)
+        self.open(0, 3, 20, 0, True)
+        self.close_slot(0)
+        self.spill()
+        self.open(1, 0, LENGTH - 8, 8, False)
+        self.open(0, 1, LENGTH - 8, 8, False)
+        self.open(2, 2, 8, 16, False)
+        self.begin_import(stream=2, total=MOST_IMPORTED)
+
     def spill(self) -> None:
-        """A history for what random ones may miss: reads from all tiers at once, and a lease whose
-        place a page needs."""
+        """Reads from all tiers at once, and a lease whose place a page needs."""
         self.open(0, 0, LENGTH - 8, 8, True)
         self.prefill(0, [PREFILL_ROWS, PREFILL_ROWS, PREFILL_ROWS, 8])
         self.drop_all()
@@ -426,6 +440,7 @@ class Histories(RuleBasedStateMachine):
         self.close_slot(2)
         self.drop_all()
         self.promote(4)
+        self.close_slot(0)
 
     def drop_all(self) -> None:
         """Leaves on the device only what must lie there."""
@@ -505,15 +520,17 @@ def test_residency_changes_no_bit(row_kind: RowKind, num_devices: int) -> None:
     """A stale or misplaced row, an order that depends on the tier, a page mapped too late."""
     histories = make_histories(row_kind, num_devices)
     history = histories()
-    history.spill()
+    history.walk()
     history.teardown()
-    examples = 28 if num_devices == 1 else 48
+    missing = [name for name in HAPPENS if histories.counts[name] == 0]
+    assert not missing, f"the history had not: {', '.join(missing)}"
+    histories.counts.clear()
+    examples = 32 if num_devices == 1 else 56
     run_state_machine_as_test(
         histories, settings=settings(max_examples=examples, stateful_step_count=70)
     )
-    missing = [name for name in HAPPENS if histories.counts[name] == 0]
-    assert not missing, f"no history had: {', '.join(missing)}"
-    assert histories.counts["steps"] > 300
+    assert histories.counts["steps"] > 200
+    assert sum(histories.counts[name] > 0 for name in HAPPENS) > len(HAPPENS) // 2
 
 
 @pytest.mark.parametrize("zeroed", ["weights_proj", "wq_b"])

@@ -181,6 +181,7 @@ def test_planted_race(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         ({"heads": 12}, "12 heads"),
         ({"rows_per_page": 8}, "8 rows per page"),
         ({"rows": 0}, "3 sequences of 0 rows"),
+        ({"sequences": 257}, "257 sequences of 3 rows"),
         ({"row_format": GLM_KEYS["bfloat16"], "query_dtype": "float8_e4m3fn"}, "e4m3 queries"),
     ],
 )

@@ -1,5 +1,6 @@
 """The store's sizes on GPUs, which are not there: devices that only tell their memory."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,11 @@ pytestmark = pytest.mark.usefixtures("as_a_user")  # which would refuse such a m
 
 
 def resolve(
-    model: str = "glm-5.3", row_kind: RowKind = "fp8", platform: str = "gpu", **options: Any
+    model: str = "glm-5.3",
+    row_kind: RowKind = "fp8",
+    platform: str = "gpu",
+    gib_in_use: int = 90,
+    **options: Any,
 ) -> KVGeometry:
     config = preset(model)
     one_page = kv_geometry(
@@ -28,7 +33,7 @@ def resolve(
         max_sequences=8,
         num_devices=8,
     )
-    stats = {"bytes_limit": 140 << 30, "bytes_in_use": 90 << 30}
+    stats = {"bytes_limit": 140 << 30, "bytes_in_use": gib_in_use << 30}
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     mesh: Any = SimpleNamespace(devices=np.array([device] * 8))
     defaults = {"device_pages": None, "hot_rows": None, "memory_fraction": MEMORY_FRACTION}
@@ -53,6 +58,28 @@ def test_host_memory_that_jax_may_not_pin(monkeypatch: pytest.MonkeyPatch) -> No
     # Left open, it is no more than may be pinned.
     monkeypatch.setenv(LIMIT_VARIABLE, "5")
     assert resolve(host_memory_gib=None).host_bytes <= 1 << 30
+    monkeypatch.setenv(LIMIT_VARIABLE, "2")
+    assert resolve(host_memory_gib=None, device_pages=100).host_pages == 0
+
+
+def test_devices_full_of_weights() -> None:
+    """Host memory that is blamed where the devices have no room."""
+    with pytest.raises(ValueError, match="memory for 0 pages on the device"):
+        resolve(gib_in_use=139)
+
+
+def test_systems_that_do_not_tell_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error although nothing asks how much memory is free."""
+    monkeypatch.setattr("serving.store_options._MEMORY_INFO", Path("/nowhere"))
+    options = StoreOptions(
+        device_pages=None,
+        host_memory_gib=None,
+        kv_policy="hybrid",
+        hot_rows=None,
+        memory_fraction=MEMORY_FRACTION,
+    )
+    assert options.free_host_bytes == 0
+    options.reserve_host_memory()
 
 
 def test_what_has_no_kernel() -> None:
