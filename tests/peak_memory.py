@@ -6,6 +6,12 @@ import sys
 from pathlib import Path
 
 MIB = 1 << 20
+_SETTLED = {
+    # What is freed goes back to the system, however threads take turns.
+    "MALLOC_MMAP_THRESHOLD_": str(MIB),
+    # Programs written to the cache take memory, and which are depends on the load.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
 
 
 def peak_memory() -> int:
@@ -24,10 +30,7 @@ def run_script(script: str, *args: object, num_devices: int = 1) -> list[float]:
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, args)],
         cwd=Path(__file__).parent.parent,
-        # Arrays that are freed go back to the system: what the allocator would keep of them for
-        # later depends on how threads take turns.
-        env=os.environ
-        | {"JAX_NUM_CPU_DEVICES": str(num_devices), "MALLOC_MMAP_THRESHOLD_": str(MIB)},
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": str(num_devices)} | _SETTLED,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

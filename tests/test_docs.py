@@ -16,6 +16,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_example(
     block: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -191,6 +191,8 @@ def _empty_stacks(
         return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes.values()]
 
     created = jax.jit(create, out_shardings=[shardings[name] for name in shapes])()
+    # XLA:CPU may copy a donated array that is still being written.
+    jax.block_until_ready(created)
     return dict(zip(shapes, created, strict=True))
 
 

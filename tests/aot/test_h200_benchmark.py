@@ -12,6 +12,7 @@ from benchmarks.h200_staging import GLM_PRODUCT, overlap_bodies
 from pallas_kernels.aot import CompileReport, compile_for_h200
 from pallas_kernels.hlo_program import HloProgram
 
+pytestmark = pytest.mark.slow
 CALLS = 2
 KERNELS = {"select_topk": 2, "merge_topk": 2}
 """Kernels that a call launches, where it is more than one."""

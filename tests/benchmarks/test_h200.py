@@ -56,6 +56,7 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run(tmp_path / "result.json", capsys, "stage_rows")
 
 
+@pytest.mark.slow
 def test_every_operation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

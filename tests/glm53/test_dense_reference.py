@@ -25,7 +25,7 @@ LATENT, ROPE, HEADS = 160, 8, 3
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     ("num_devices", "rows", "device_pages", "host_pages"),
-    [(1, 4, 8, 24), (2, 16, 5, 11)],
+    [(1, 4, 8, 24), pytest.param(2, 16, 5, 11, marks=pytest.mark.slow)],
 )
 def test_mostly_on_the_host(
     num_devices: int, rows: int, device_pages: int, host_pages: int

@@ -182,7 +182,7 @@ def test_first_draft_step_at_every_position(kit: str, prompt: str) -> None:
 
 @pytest.mark.parametrize(
     ("kit", "prompt", "num_devices"),
-    [("tiny_f32", "p0", 4), ("tiny_fp8", "p0", 2)],
+    [pytest.param("tiny_f32", "p0", 4, marks=pytest.mark.slow), ("tiny_fp8", "p0", 2)],
 )
 def test_several_devices(kit: str, prompt: str, num_devices: int) -> None:
     """A mesh gives the same selections and tokens, also where FP8 blocks straddle devices."""

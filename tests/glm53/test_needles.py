@@ -87,6 +87,7 @@ def test_1k(reader: Reader) -> None:
     assert reader.rate("1000", most=3) >= 0.9
 
 
+@pytest.mark.slow
 def test_8k(reader: Reader) -> None:
     """At least 75% at 8K tokens, where 85% was measured of the model when it was trained."""
     assert reader.rate("8000", most=1) >= 0.75

@@ -29,6 +29,8 @@ from serving.store_options import most_step_rows
 from tests.support import golden_config
 from tests.toy_model import write_grouped_model
 
+# Types are checked elsewhere; checks at every call would take much of the time.
+pytestmark = pytest.mark.usefixtures("as_a_user")
 LONGEST = 1024
 HOST_GIB = 0.0004  # 8 pages
 PAGE = 128  # rows, and the most that a prefill step computes

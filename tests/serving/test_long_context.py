@@ -15,6 +15,8 @@ from serving.buckets import Buckets
 from serving.engine_options import model_path
 from tests.toy_model import write_grouped_model
 
+# Types are checked elsewhere; checks at every call would take much of the time.
+pytestmark = pytest.mark.usefixtures("as_a_user")
 LONGEST = 131_072
 NEW_TOKENS = 8
 STEP_ROWS = 192

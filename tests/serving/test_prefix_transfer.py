@@ -12,6 +12,8 @@ from kvcache.prefix_file import PrefixFileError, PrefixReader
 from kvcache.prefix_transfer import PrefixImport
 from tests.support import GOLDEN, golden_arrays
 
+# Types are checked elsewhere; checks at every call would take much of the time.
+pytestmark = pytest.mark.usefixtures("as_a_user")
 MODEL = GOLDEN / "tiny_f32"
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
