@@ -12,7 +12,15 @@ from pallas_kernels.resolve_rows.specs import SPECS
 ONE = NamedSharding(make_mesh(1), PartitionSpec())
 
 
-@pytest.mark.parametrize("name", ["glm_1x8", "glm_4x8", "glm_4x32", "glm_6x32"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm_1x8",
+        "glm_4x8",
+        pytest.param("glm_4x32", marks=pytest.mark.slow),
+        pytest.param("glm_6x32", marks=pytest.mark.slow),
+    ],
+)
 def test_resolution(name: str) -> None:
     """Hot rows that spill, state that is copied, a loop or a sort of many launches."""
     spec = SPECS[name]

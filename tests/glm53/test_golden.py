@@ -142,7 +142,9 @@ def test_drafts_after_decode() -> None:
     )
 
 
-@pytest.mark.parametrize(("kit", "prompt"), [("tiny_fp8", "d0"), ("tiny_mtp", "d1")])
+@pytest.mark.parametrize(
+    ("kit", "prompt"), [pytest.param("tiny_fp8", "d0", marks=pytest.mark.slow), ("tiny_mtp", "d1")]
+)
 def test_first_draft_step_at_every_position(kit: str, prompt: str) -> None:
     """Teacher-forced logits of the MTP layer: the row of position p sees tokens 0..p + 1."""
     golden = golden_arrays(kit)
@@ -200,6 +202,7 @@ def test_drafts_on_several_devices() -> None:
     assert drafts.token_ids[0].tolist() == golden["d1_e5_share_tokens"].tolist()
 
 
+@pytest.mark.slow
 def test_fp8_rows_stay_close() -> None:
     """Rounded rows move the typical logit little, and most selections not at all."""
     golden, config = golden_arrays("tiny_f32"), golden_config("tiny_f32")

@@ -311,6 +311,7 @@ def test_echo_with_logprobs(llm: LLM) -> None:
         assert row["response"]["body"]["usage"]["completion_tokens"] == 2 * extra
 
 
+@pytest.mark.slow
 def test_large_lines(llm: LLM) -> None:
     """10 MB that change nothing are served, a prompt of 10 MB is refused, a line over the limit is
     not kept, and the lines after them are read."""
