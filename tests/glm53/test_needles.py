@@ -82,15 +82,16 @@ def reader() -> Reader:
     return Reader()
 
 
-def test_1k(reader: Reader) -> None:
+@pytest.mark.parametrize("documents", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_1k(reader: Reader, documents: int) -> None:
     """At least 90% at 1K tokens, where 94% was measured of the model when it was trained."""
-    assert reader.rate("1000", most=3) >= 0.9
+    assert reader.rate("1000", most=documents) >= 0.9
 
 
 @pytest.mark.slow
 def test_8k(reader: Reader) -> None:
     """At least 75% at 8K tokens, where 85% was measured of the model when it was trained."""
-    assert reader.rate("8000", most=1) >= 0.75
+    assert reader.rate("8000", most=4) >= 0.75
 
 
 def test_last_positions_instead_of_the_indexer(

@@ -162,7 +162,7 @@ def test_planted_race(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     def without_waiting(*args: object) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(plgpu, "barrier_wait", lambda barrier: None)
-            score(*args)  # type: ignore[arg-type]
+            score(*args)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(mosaic_gpu._Warpgroup, "score", without_waiting)
     query, weights, keys, layer, pages, num_keys = arguments(spec, (128, 0, 0))

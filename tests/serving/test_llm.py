@@ -421,9 +421,13 @@ def test_interruption(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_idle(llm)
 
 
-def test_fp8_cache_answers() -> None:
+@pytest.mark.parametrize(
+    "kv_cache_dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "fp8"]
+)
+def test_narrow_cache_formats_answer(kv_cache_dtype: str) -> None:
     """The trained model recalls a fact from rounded rows and keys."""
-    llm = LLM(kv_cache_dtype="fp8", **SMALL)
+    options: dict[str, Any] = SMALL | {"kv_cache_dtype": kv_cache_dtype}
+    llm = LLM(**options)
     prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>The code of mint is 31-94.\n"
     prompt += "What is the code of mint?<|assistant|><think>"
     (output,) = llm.generate(prompt, greedy(40))
