@@ -1,11 +1,11 @@
 """Times the page accounting and placement policy of decode steps, without the steps.
 
-Sequences of one length decode in a cache whose device holds a tenth of their pages. Whatever the
-cache would launch on the device but the block tables is left out, and observations read random
-counts instead: what is timed is `KVCache.prepare` and `advance`, and, apart, the steps that observe
-(every 32nd), and opening and closing a sequence whose pages are cached, as between turns. It starts
-when the sequences have their hot rows and the policy its reserve of clean pages. Times are
-processor times of the thread, which other work on the machine does not stretch.
+Sequences of one length decode in a cache whose device holds a tenth of their pages, and which is
+simulated: nothing is launched, and observations read random counts. What is timed is
+`KVCache.prepare` and `advance`, and, apart, the steps that observe (every 32nd), and opening and
+closing a sequence whose pages are cached, as between turns. It starts when the sequences have their
+hot rows and the policy its reserve of clean pages. Times are processor times of the thread, which
+other work on the machine does not stretch.
 
 usage: python benchmarks/page_policy.py [--repeats STEPS] [--json FILE]
 """
@@ -20,10 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from glm53.sharding import make_mesh
-from kvcache import KVCache, KVGeometry, KVStore
+from kvcache import KVCache, KVGeometry, SimulatedDevice
 from kvcache.prefix_transfer import PrefixImport
-from kvcache.transitions import Transitions
 from pallas_kernels.row_format import RowFormat
 
 CONTEXTS = (8192, 131_072, 1_048_576)
@@ -63,29 +61,6 @@ class Timing:
     dropped: int
 
 
-class NoLaunches(Transitions):
-    """Transitions that leave the store as it is.
-
-    Attributes:
-        selections: counts of selections by page, which `cool` gives.
-        num_observations: how often it did.
-    """
-
-    def __init__(self, selections: np.ndarray) -> None:
-        self.selections = selections
-        self.num_observations = 0
-        self.move = self.lease = self.borrow = self.write = self._nothing
-        self.cool = self._cool
-
-    @staticmethod
-    def _nothing(store: KVStore, *_: object) -> KVStore:
-        return store
-
-    def _cool(self, store: KVStore) -> tuple[KVStore, np.ndarray]:
-        self.num_observations += 1
-        return store, self.selections
-
-
 class PolicyBench:
     """A cache with sequences in all its slots.
 
@@ -102,18 +77,15 @@ class PolicyBench:
     def __init__(self, context: int, num_sequences: int, num_steps: int) -> None:
         num_steps += WARM_UP_STEPS
         self._geometry = _geometry(context + num_steps + TURNS, num_sequences)
+        self._device = SimulatedDevice(self._geometry)
         self.cache = KVCache(
             self._geometry,
-            make_mesh(),
-            hidden_size=1,
-            dtype=np.float32,
+            self._device,
             most_step_rows=_STEP_ROWS,
         )
         self._rng = np.random.default_rng(0)
         # Every page has been selected at some time: the most to sort when heat changes.
-        heat = self._rng.exponential(size=self._geometry.num_pages).astype(np.float32)
-        self._launches = NoLaunches(heat)
-        self.cache.transitions = self._launches
+        self._device.heat[:] = self._rng.exponential(size=self._geometry.num_pages)
         self._num_steps, self._taken = num_steps, 0
         self._tokens: list[list[int]] = []  # of the first sequences, which take turns
         for slot in range(num_sequences):
@@ -132,7 +104,7 @@ class PolicyBench:
     @property
     def num_observations(self) -> int:
         """How often the cache has read what the device counts."""
-        return self._launches.num_observations
+        return self._device.num_cooled
 
     def step(self) -> tuple[float, bool]:
         """Milliseconds of a decode step of all sequences, and whether it observes."""
@@ -183,8 +155,7 @@ class PolicyBench:
         """Counts selections of random pages once an observation, as the device does meanwhile."""
         if self._taken % STEPS_BETWEEN_OBSERVATIONS:
             return
-        heat = self._launches.selections
-        heat /= 2
+        heat = self._device.heat
         for slot in range(self._geometry.max_sequences):
             pages = np.array(self.cache.pages_of(slot))
             np.add.at(heat, pages[self._rng.integers(len(pages), size=_SELECTIONS)], 1)

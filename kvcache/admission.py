@@ -1,11 +1,12 @@
-"""Which sequences may start: pages are promised when one opens, so that none ever waits for one."""
+"""Which sequences may start, with some pages promised, and which of those that run may grow."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvcache.counters import CacheCounters
 from kvcache.geometry import KVGeometry
 from kvcache.page_pool import OutOfPagesError, PagePool
+from kvcache.page_states import PageStates
 from kvcache.prefix_index import PrefixMatch, Publication
 
 _NEWEST_PAGES = 2  # of a sequence, that stay on the device: the one being written, and one before
@@ -18,23 +19,23 @@ class RunningSequence:
     Attributes:
         token_ids: tokens whose rows are computed.
         pages: its pages in order.
-        most_pages: pages that it may come to have.
+        promised_pages: pages that it was promised in all.
         publication: how far its pages are known to the prefix index; None if they are not to be.
-        pinned: the newest sealed page, or None.
+        pinned: its sealed pages that stay on the device.
         counters: what is counted on the host.
     """
 
     token_ids: list[int]
     pages: list[int]
-    most_pages: int
+    promised_pages: int
     publication: Publication | None
-    pinned: int | None
+    pinned: list[int]
     counters: CacheCounters
 
     @property
     def outstanding(self) -> int:
-        """Pages that are promised to it."""
-        return self.most_pages - len(self.pages)
+        """Pages that are promised to it still."""
+        return max(self.promised_pages - len(self.pages), 0)
 
 
 class Admission:
@@ -43,25 +44,33 @@ class Admission:
     Args:
         geometry: sizes of the store.
         pool: reference counts of pages.
+        states: the account of places.
         running: the sequences that run, which the caller keeps up to date.
         most_step_rows: most rows of one sequence in a step.
+        keep_running_resident: all pages of those that run lie on the device.
     """
 
     def __init__(
         self,
         geometry: KVGeometry,
         pool: PagePool,
+        states: PageStates,
         running: Collection[RunningSequence],
         most_step_rows: int,
+        keep_running_resident: bool,
     ) -> None:
-        self._geometry, self._pool, self._running = geometry, pool, running
+        self._geometry, self._pool, self._states, self._running = geometry, pool, states, running
         self._most_step_rows = most_step_rows
+        self._keep_running_resident = keep_running_resident
 
     @property
     def room(self) -> int:
         """Pages that are free or can be given up, and promised to no sequence."""
-        promised = sum(sequence.outstanding for sequence in self._running)
-        return self._pool.num_free + self._pool.num_cached_only - promised
+        return self._pool.num_free + self._pool.num_cached_only - self._outstanding
+
+    @property
+    def _outstanding(self) -> int:
+        return sum(sequence.outstanding for sequence in self._running)
 
     def check_pages(self, wanted: int, kept: Collection[int] = ()) -> None:
         """Whether that many pages can be had while cached ones are kept.
@@ -73,25 +82,49 @@ class Admission:
         if wanted > room:
             raise OutOfPagesError(f"{wanted} pages wanted, {room} free")
 
-    def check(self, num_tokens: int, most_pages: int, found: PrefixMatch) -> None:
+    def check(
+        self, num_tokens: int, promised_pages: int, found: PrefixMatch, spare_pages: int
+    ) -> None:
         """Whether a sequence can start.
 
         Args:
             num_tokens: tokens of its prompt.
-            most_pages: pages that it may come to have.
+            promised_pages: pages that it is promised.
             found: those that it shares.
+            spare_pages: pages to leave for those that run.
 
         Raises:
             OutOfPagesError: it cannot: pages, or places on the device, are too few.
         """
         kept = [*found.pages, *([found.partial[0]] if found.partial else [])]
-        self.check_pages(most_pages - len(found.pages), kept)
+        self.check_pages(promised_pages - len(found.pages) + spare_pages, kept)
         if not self._geometry.has_host_tier:
             return
-        newest = [min(_NEWEST_PAGES, sequence.most_pages) for sequence in self._running]
+        device_pages = self._geometry.device_pages
         rows = min(num_tokens, self._most_step_rows)
-        fixed = sum(newest) + min(self._geometry.pages_for(rows) + _NEWEST_PAGES, most_pages)
-        if fixed > self._geometry.device_pages:
-            raise OutOfPagesError(
-                f"{fixed} pages must lie on the device, which has {self._geometry.device_pages}"
-            )
+        fixed = min(self._geometry.pages_for(rows) + _NEWEST_PAGES, promised_pages)
+        fixed += sum(min(_NEWEST_PAGES, sequence.promised_pages) for sequence in self._running)
+        if self._keep_running_resident:
+            new = sum(not self._states.is_pinned(page) for page in found.pages)
+            new += promised_pages - len(found.pages) + spare_pages
+            fixed = max(fixed, self._states.num_fixed + self._outstanding + new)
+        if fixed > device_pages:
+            raise OutOfPagesError(f"{fixed} pages must lie on the device, which has {device_pages}")
+
+    def can_grow(self, lengths: Iterable[tuple[RunningSequence, int]]) -> bool:
+        """Whether sequences can have pages for so many tokens each, in one step."""
+        new = beyond = 0
+        for sequence, num_tokens in lengths:
+            held = len(sequence.pages)
+            pages = max(self._geometry.pages_for(num_tokens), held)
+            new += pages - held
+            beyond += max(pages - max(held, sequence.promised_pages), 0)
+        if not new:
+            return True
+        if beyond > self.room:
+            return False
+        if not self._geometry.has_host_tier:
+            return True
+        if self._keep_running_resident:
+            new = beyond + self._outstanding
+        return new <= self._geometry.device_pages - self._states.num_fixed

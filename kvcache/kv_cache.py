@@ -1,25 +1,19 @@
-"""The cache of running sequences: device state, and the host's account of it, kept in step."""
+"""The cache of running sequences: an account of their pages that keeps a device in step with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Shaped
 
 from kvcache.admission import Admission, RunningSequence
+from kvcache.cache_device import CacheDevice
 from kvcache.counters import CacheCounters, ReadCounts
 from kvcache.geometry import KVGeometry
-from kvcache.host_tier import READS
-from kvcache.page_moves import MoveList, PageMoves
+from kvcache.page_moves import PageMoves
 from kvcache.page_pool import OutOfPagesError, PagePool
 from kvcache.page_states import PageState
 from kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvcache.residency import Residency
-from kvcache.sequence_state import SequenceState, assign_slot, set_pages
-from kvcache.store import KVStore
-from kvcache.transitions import compiled_transitions
 
 _MOVES_A_LAUNCH = 16
 _PAGES_CLEANED_A_STEP = 8
@@ -32,24 +26,24 @@ def lease_reserve(device_pages: int, num_running: int) -> int:
     return device_pages // 10 + num_running
 
 
-class KVCache:
+class KVCache[DeviceT: CacheDevice]:
     """Sequences in numbered slots, their pages, and where those lie.
 
-    Pages are promised when a sequence opens and allocated as it grows, so that a sequence which
-    runs never waits for one. Steps take `store` and `sequences` donated and give new ones back,
-    which the caller puts in their place.
+    Some pages are promised when a sequence opens, and are there when it needs them. It may grow
+    beyond them as long as `can_prepare` says so.
 
     Args:
         geometry: sizes of the store.
-        mesh: where it lies.
-        hidden_size: width of a hidden state.
-        dtype: its type.
+        device: what executes the changes.
         most_step_rows: most rows of one sequence in a step.
+        with_hidden: the steps continue from the hidden state of a sequence's last token, which is
+            not cached: of a prompt that is cached, that token is computed again.
+        keep_running_resident: all pages of a running sequence lie on the device, as in engines
+            that swap whole sequences; only those of others move to host memory.
 
     Attributes:
         geometry: sizes of the store.
-        store: device state of pages.
-        sequences: device state of sequences.
+        device: what executes the changes.
         pool: reference counts of pages.
         residency: where pages lie.
         index: pages by the tokens they hold.
@@ -59,17 +53,17 @@ class KVCache:
     def __init__(
         self,
         geometry: KVGeometry,
-        mesh: Mesh,
+        device: DeviceT,
         *,
-        hidden_size: int,
-        dtype: jax.typing.DTypeLike,
         most_step_rows: int,
+        with_hidden: bool = False,
+        keep_running_resident: bool = False,
     ) -> None:
         self.geometry = geometry
-        self.store = KVStore.create(geometry, mesh)
-        self.sequences = SequenceState.create(geometry, hidden_size, dtype, mesh)
-        self.transitions = compiled_transitions(geometry, mesh)
-        self.moves = PageMoves(self._launch_moves, _MOVES_A_LAUNCH)
+        self.device = device
+        self._with_hidden = with_hidden
+        self._keep_running_resident = keep_running_resident
+        self.moves = PageMoves(device.move, _MOVES_A_LAUNCH)
         self.pool = PagePool(geometry.num_pages, lambda page: self.residency.forget(page))
         self.index = PrefixIndex(geometry.rows_per_page, self.pool)
         self.residency = Residency(
@@ -85,7 +79,14 @@ class KVCache:
         )
         self.total = CacheCounters()
         self._running: dict[int, RunningSequence] = {}
-        self._admission = Admission(geometry, self.pool, self._running.values(), most_step_rows)
+        self._admission = Admission(
+            geometry,
+            self.pool,
+            self.residency,
+            self._running.values(),
+            most_step_rows,
+            keep_running_resident,
+        )
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
         self._spilled: set[int] = set()  # slots that may read host pages and have no lease
         self._reads = ReadCounts(geometry.max_sequences)
@@ -95,16 +96,6 @@ class KVCache:
         self._clock = 0
         self._steps = 0
 
-    @property
-    def deleted(self) -> bool:
-        """Whether a step that failed has taken the device state with it."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.store, self.sequences)))
-
-    def delete(self) -> None:
-        """Gives up the device memory."""
-        for leaf in jax.tree.leaves((self.store, self.sequences)):
-            leaf.delete()
-
     def pages_of(self, slot: int) -> tuple[int, ...]:
         """Pages of the sequence in a slot, in order."""
         return tuple(self._running[slot].pages)
@@ -113,25 +104,28 @@ class KVCache:
         """Tokens of the sequence in a slot whose rows are computed."""
         return len(self._running[slot].token_ids)
 
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Tokens of a prompt, less its last, that are cached now."""
+        return self.index.match(token_ids, len(token_ids) - 1).num_tokens
+
     def open(
         self,
         slot: int,
         token_ids: Sequence[int],
-        most_tokens: int,
+        promised_tokens: int,
         *,
         use_prefix: bool = True,
-        with_hidden: bool = False,
+        spare_pages: int = 0,
     ) -> int:
         """Starts a sequence in a free slot.
 
         Args:
             slot: the slot.
             token_ids: its prompt.
-            most_tokens: most tokens that it may come to have rows for.
+            promised_tokens: tokens that it is promised room for, at least its prompt.
             use_prefix: continue cached pages that hold the beginning of the prompt, and cache the
                 sequence's own.
-            with_hidden: the steps continue from the hidden state of the last token, which is not
-                cached: that token is computed again.
+            spare_pages: pages to leave for those that run.
 
         Returns:
             Tokens of the prompt whose rows were found and are not computed again, at most all but
@@ -140,37 +134,26 @@ class KVCache:
         Raises:
             OutOfPagesError: too few pages, or places on the device, are free. Nothing has changed.
         """
-        found = PrefixMatch()
-        if use_prefix:
-            found = self.index.match(token_ids, len(token_ids) - 1)
-            if with_hidden:
-                found = found.cut_short(self.geometry.rows_per_page)
-        most_pages = self.geometry.pages_for(most_tokens)
-        try:
-            self._admission.check(len(token_ids), most_pages, found)
-        except OutOfPagesError:
-            if found.partial is None:
-                raise
-            # The page that it would copy may be the one that it needs.
-            whole = 0 if with_hidden else len(found.pages) * self.geometry.rows_per_page
-            found = self.index.match(token_ids, whole)
-            self._admission.check(len(token_ids), most_pages, found)
+        promised_pages = self.geometry.pages_for(promised_tokens)
+        found = self._find(token_ids, promised_pages, spare_pages) if use_prefix else PrefixMatch()
+        self._admission.check(len(token_ids), promised_pages, found, spare_pages)
         self.tick()
         publication = self.index.acquire(found, self._clock)
-        sequence = RunningSequence(
+        self._running[slot] = RunningSequence(
             list(token_ids[: found.num_tokens]),
             list(found.pages),
-            most_pages,
+            promised_pages,
             publication if use_prefix else None,
-            None,
+            [],
             CacheCounters(cached_tokens=found.num_tokens),
         )
-        self._running[slot] = sequence
         table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
         table[: len(found.pages)] = found.pages
-        self.sequences = assign_slot(
-            self.sequences, jnp.int32(slot), jnp.asarray(table), jnp.int32(found.num_tokens)
-        )
+        self.device.assign_slot(slot, table, found.num_tokens)
+        for page in found.pages:
+            self._slots_of.setdefault(page, set()).add(slot)
+        if self._keep_running_resident:
+            self._bring_back(slot)
         if found.partial is not None:
             source, _ = found.partial
             self.pool.acquire(source)
@@ -178,18 +161,29 @@ class KVCache:
             self.residency.copy_of(source, page)
             self.pool.release(source)
             self._add_page(slot, page)
-        for page in found.pages:
-            self._slots_of.setdefault(page, set()).add(slot)
-            if self.residency.state(page) is PageState.HOST:
-                self._spilled.add(slot)
+        if any(self.residency.state(page) is PageState.HOST for page in found.pages):
+            self._spilled.add(slot)
         return found.num_tokens
 
-    def prepare(self, rows: dict[int, int], *, staging: bool = False) -> None:
+    def can_prepare(self, rows: Mapping[int, int]) -> bool:
+        """Whether there are pages, and places on the device, for a step that appends rows by slot.
+
+        There always are for rows within what was promised, as long as one sequence runs alone.
+        """
+        return self._admission.can_grow(
+            (self._running[slot], len(self._running[slot].token_ids) + count)
+            for slot, count in rows.items()
+        )
+
+    def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
         """Makes the device ready for a step.
 
         Args:
             rows: how many rows the step appends, by slot.
             staging: whether the step is a prefill, which stages pages rather than rows.
+
+        Raises:
+            OutOfPagesError: `can_prepare` would have said no.
         """
         for slot, count in rows.items():
             sequence = self._running[slot]
@@ -205,7 +199,7 @@ class KVCache:
     def advance(
         self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
     ) -> None:
-        """Tells that a step has computed the rows of these tokens.
+        """Tells that a step computes the rows of these tokens.
 
         Args:
             slot: the slot.
@@ -219,15 +213,20 @@ class KVCache:
         for page in sequence.pages[sealed:full]:
             self.residency.seal(page)
         if full > sealed and self.geometry.has_host_tier:
-            self._pin(sequence, sequence.pages[full - 1])
+            self._pin(sequence, sequence.pages[sealed:full])
         if full > sealed or prompt_complete:
             self._publish(sequence, partial=prompt_complete)
 
-    def close(self, slot: int) -> CacheCounters:
-        """Ends a sequence; its pages stay as cached prefix as long as there is room for them."""
+    def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
+        """Ends a sequence; its pages stay as cached prefix as long as there is room for them.
+
+        Args:
+            slot: the slot.
+            parked: the sequence comes back as soon as there is room for it.
+        """
         sequence = self._running.pop(slot)
         self.tick()
-        self._pin(sequence, None)
+        self._unpin(sequence)
         self._publish(sequence, partial=True)
         for page in sequence.pages:
             slots = self._slots_of[page]
@@ -239,10 +238,10 @@ class KVCache:
         self.residency.release_hot(slot)
         self._spilled.discard(slot)
         self._new_pages = [entry for entry in self._new_pages if entry[0] != slot]
-        self.index.release(sequence.pages, self._clock)
+        self.index.release(sequence.pages, self._clock, due=self._clock if parked else None)
         counters = sequence.counters
         if self.geometry.has_host_tier:
-            self._read_counts()
+            self._reads.update(self.device.reads())
             counters += self._reads.take(slot, self.geometry.row_format.row_bytes)
         self.total += counters
         return counters
@@ -286,7 +285,7 @@ class KVCache:
         self.moves.flush()
         listed = np.full(len(rows), -1, np.int32)
         listed[: len(pages)] = pages
-        self.store = self.transitions.write(self.store, listed, rows, keys)
+        self.device.write(listed, rows, keys)
         for page in pages:
             self.residency.end_import(page)
 
@@ -343,12 +342,42 @@ class KVCache:
         if full and not self.pool.is_cached(pages[full - 1]):
             sequence.publication = None
 
-    def _pin(self, sequence: RunningSequence, page: int | None) -> None:
-        if sequence.pinned is not None:
-            self.residency.unpin(sequence.pinned)
-        if page is not None:
+    def _find(self, token_ids: Sequence[int], promised_pages: int, spare_pages: int) -> PrefixMatch:
+        """The cached prefix to continue, with a page to copy only if there is room for both."""
+        found = self.index.match(token_ids, len(token_ids) - 1)
+        if self._with_hidden:
+            found = found.cut_short(self.geometry.rows_per_page)
+        if found.partial is None:
+            return found
+        try:
+            self._admission.check(len(token_ids), promised_pages, found, spare_pages)
+        except OutOfPagesError:
+            # The page that it would copy may be the one that it needs.
+            whole = 0 if self._with_hidden else len(found.pages) * self.geometry.rows_per_page
+            return self.index.match(token_ids, whole)
+        return found
+
+    def _bring_back(self, slot: int) -> None:
+        """Has all pages of a sequence on the device, to stay there."""
+        sequence = self._running[slot]
+        self._pin(sequence, sequence.pages)
+        for page in sequence.pages:
+            if self.residency.state(page) is PageState.HOST:
+                self.residency.restore(page)
+
+    def _pin(self, sequence: RunningSequence, pages: Sequence[int]) -> None:
+        """Keeps more pages on the device, in place of the one before unless all are to stay."""
+        if not self._keep_running_resident:
+            self._unpin(sequence)
+            pages = pages[-1:]
+        for page in pages:
             self.residency.pin(page)
-        sequence.pinned = page
+        sequence.pinned += pages
+
+    def _unpin(self, sequence: RunningSequence) -> None:
+        for page in sequence.pinned:
+            self.residency.unpin(page)
+        sequence.pinned.clear()
 
     def _on_change(self, page: int, old: PageState, new: PageState) -> None:
         slots = self._slots_of.get(page, set())
@@ -361,7 +390,7 @@ class KVCache:
             else:
                 self.total += counted
 
-    def _move_pages(self, rows: dict[int, int], staging: bool) -> None:
+    def _move_pages(self, rows: Mapping[int, int], staging: bool) -> None:
         self._steps += 1
         if self._steps % _STEPS_BETWEEN_OBSERVATIONS == 0:
             self._observe()
@@ -387,17 +416,8 @@ class KVCache:
 
     def _observe(self) -> None:
         """Reads back what the device has counted."""
-        self.store, selections = self.transitions.cool(self.store)
-        self.residency.update_heat(np.asarray(selections))
-        self._read_counts()
-
-    def _read_counts(self) -> None:
-        assert self.store.host is not None
-        reads = np.asarray(self.store.host.reads)
-        self._reads.update(reads.reshape(len(reads), -1, len(READS)).sum(axis=1, dtype=np.int64))
-
-    def _launch_moves(self, moves: MoveList) -> None:
-        self.store = self.transitions.move(self.store, moves)
+        self.residency.update_heat(self.device.cool())
+        self._reads.update(self.device.reads())
 
     def _launch_tables(self) -> None:
         size = max(self.geometry.max_sequences, _MOVES_A_LAUNCH)
@@ -405,7 +425,7 @@ class KVCache:
             entries = np.full((size, 3), -1, np.int32)
             some, self._new_pages = self._new_pages[:size], self._new_pages[size:]
             entries[: len(some)] = some
-            self.sequences = set_pages(self.sequences, entries)
+            self.device.set_pages(entries)
 
     def _launch_leases(self) -> None:
         geometry, changed = self.geometry, self.residency.changed_leases
@@ -423,9 +443,9 @@ class KVCache:
                 if not self.residency.hot_places(slot)
             }
             changed.clear()
-            self.store = self.transitions.lease(self.store, slots, places)
+            self.device.lease(slots, places)
         if self.residency.staging_places != self._borrowed:
             self._borrowed = self.residency.staging_places
             places = np.full(max(geometry.staging_pages, 1), -1, np.int32)
             places[: len(self._borrowed)] = self._borrowed
-            self.store = self.transitions.borrow(self.store, places)
+            self.device.borrow(places)

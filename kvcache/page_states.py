@@ -106,6 +106,12 @@ class PageStates:
         return self._counts[PageState.CLEAN] + self._counts[PageState.DIRTY]
 
     @property
+    def num_fixed(self) -> int:
+        """Pages that cannot leave the device: TAIL, and those that are pinned there."""
+        pinned = self._counts[PageState.CLEAN + _PINNED] + self._counts[PageState.DIRTY + _PINNED]
+        return self.count(PageState.TAIL) + pinned
+
+    @property
     def room(self) -> int:
         """Device places that are free, or can be with no page evicted and no lease revoked."""
         host_room = self.num_free_host + self.count(PageState.CLEAN)
@@ -142,6 +148,10 @@ class PageStates:
     def is_droppable(self, page: int) -> bool:
         """Whether the page is sealed, on the device and not pinned."""
         return self._codes[page] in (PageState.CLEAN, PageState.DIRTY)
+
+    def is_pinned(self, page: int) -> bool:
+        """Whether a page has a pin."""
+        return page in self._pins
 
     def pin(self, page: int) -> None:
         """Adds a pin to a page.

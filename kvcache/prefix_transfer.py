@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Shaped
 
+from kvcache.device_state import DeviceState
 from kvcache.geometry import KVGeometry
 from kvcache.kv_cache import KVCache
 from kvcache.prefix_file import Block
@@ -13,7 +14,7 @@ from kvcache.prefix_index import PrefixMatch
 _PAGES_A_BLOCK = 4
 
 
-def export_prefix(cache: KVCache, token_ids: Sequence[int]) -> Iterator[Block]:
+def export_prefix(cache: KVCache[DeviceState], token_ids: Sequence[int]) -> Iterator[Block]:
     """Rows and index keys of a cached prefix in position order, whatever tier they lie in.
 
     Yields:
@@ -31,10 +32,7 @@ def export_prefix(cache: KVCache, token_ids: Sequence[int]) -> Iterator[Block]:
     for start in range(0, len(pages), _PAGES_A_BLOCK):
         some = np.full(_PAGES_A_BLOCK, -1, np.int32)
         some[: len(pages) - start] = pages[start : start + _PAGES_A_BLOCK]
-        rows, keys = (
-            from_pages(cache.geometry, np.asarray(array))[:left]
-            for array in cache.transitions.read(cache.store, some)
-        )
+        rows, keys = (from_pages(cache.geometry, array)[:left] for array in cache.device.read(some))
         left -= len(rows)
         yield rows, keys
 

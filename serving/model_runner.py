@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from glm53.config import GLMConfig
 from glm53.steps import PrefillBatch, StepOutput, compiled_steps
-from kvcache import CacheCounters, KVCache, KVGeometry
+from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
 from serving.buckets import Buckets, fit
 from serving.outputs import TokenLogprobs
 from serving.request import Continuation
@@ -59,7 +59,7 @@ class ModelRunner:
         """Forgets all sequences and builds an empty store, as after a step that failed."""
         self._closed, self.cache.total = self.counters, CacheCounters()
         # Given up first: memory may not hold a second store.
-        self.cache.delete()
+        self.cache.device.delete()
         for array in jax.tree.leaves(self._sampling):
             array.delete()
         self._start_empty()
@@ -68,7 +68,7 @@ class ModelRunner:
     def usable(self) -> bool:
         """Whether there is a store: a reset may have failed for want of memory."""
         lost = any(array.is_deleted() for array in jax.tree.leaves(self._sampling))
-        return not (lost or self.cache.deleted)
+        return not (lost or self.cache.device.deleted)
 
     @property
     def counters(self) -> CacheCounters:
@@ -78,10 +78,14 @@ class ModelRunner:
     def _start_empty(self) -> None:
         self.cache = KVCache(
             self.geometry,
-            self._mesh,
-            hidden_size=self.config.hidden_size,
-            dtype=self.config.compute_dtype,
+            DeviceState(
+                self.geometry,
+                self._mesh,
+                hidden_size=self.config.hidden_size,
+                dtype=self.config.compute_dtype,
+            ),
             most_step_rows=self._buckets.rows[-1],
+            with_hidden=self._steps.with_mtp,
         )
         self._sampling = SamplingState.create(
             self.geometry.max_sequences, self.config.vocab_size, self._mesh
@@ -99,7 +103,6 @@ class ModelRunner:
             sequence.most_cached_tokens,
             # Log-probabilities of the prompt need all its rows computed.
             use_prefix=sequence.params.prompt_logprobs is None,
-            with_hidden=self._steps.with_mtp,
         )
         if sequence.sampling is not None:
             self._sampling = self._sampler.assign(self._sampling, slot, sequence.sampling)
@@ -146,10 +149,10 @@ class ModelRunner:
             jnp.array([len(token_ids)], jnp.int32),
             jnp.asarray(padded),
         )
-        output, self.cache.store, self.cache.sequences = self._steps.prefill(
+        output, self.cache.device.store, self.cache.device.sequences = self._steps.prefill(
             self.params,
-            self.cache.store,
-            self.cache.sequences,
+            self.cache.device.store,
+            self.cache.device.sequences,
             batch,
             context_pages=self._context_pages([slot]),
             all_logits=all_logits,
@@ -163,10 +166,10 @@ class ModelRunner:
         slots = np.full(fit(self._buckets.sequences, len(sequences)), -1, np.int32)
         slots[: len(sequences)] = list(sequences)
         self.cache.prepare(dict.fromkeys(sequences, 1))
-        output, self.cache.store, self.cache.sequences = self._steps.decode(
+        output, self.cache.device.store, self.cache.device.sequences = self._steps.decode(
             self.params,
-            self.cache.store,
-            self.cache.sequences,
+            self.cache.device.store,
+            self.cache.device.sequences,
             jnp.asarray(slots),
             context_pages=self._context_pages(list(sequences)),
         )
@@ -188,8 +191,8 @@ class ModelRunner:
             if sequence.sampling is not None:
                 sampled[row] = slot
         if np.any(sampled >= 0):
-            drawn, self._sampling, self.cache.sequences = self._sampler.sample(
-                self._sampling, self.cache.sequences, jnp.asarray(sampled), logits
+            drawn, self._sampling, self.cache.device.sequences = self._sampler.sample(
+                self._sampling, self.cache.device.sequences, jnp.asarray(sampled), logits
             )
             chosen = jnp.where(sampled >= 0, drawn, greedy)
         tokens = np.asarray(chosen)[: len(sequences)].tolist()

@@ -13,7 +13,7 @@ from glm53.config import GLMConfig
 from glm53.kv_geometry import kv_geometry
 from glm53.sharding import make_mesh
 from glm53.steps import PrefillBatch, StepOutput, compiled_steps
-from kvcache import KVCache, KVGeometry, KVStore
+from kvcache import DeviceState, KVCache, KVGeometry, KVStore
 from kvcache.host_tier import READS
 from pallas_kernels.row_format import RowKind
 from tests.support import Session
@@ -131,6 +131,7 @@ class CachedSession:
         *,
         num_devices: int = 1,
         most_step_rows: int,
+        with_hidden: bool = False,
         **sizes,
     ) -> None:
         self.geometry = kv_geometry(config, num_devices=num_devices, **sizes)
@@ -138,10 +139,14 @@ class CachedSession:
         self.steps = compiled_steps(config, self.geometry, make_mesh(num_devices))
         self.cache = KVCache(
             self.geometry,
-            self.steps.mesh,
-            hidden_size=config.hidden_size,
-            dtype=config.compute_dtype,
+            DeviceState(
+                self.geometry,
+                self.steps.mesh,
+                hidden_size=config.hidden_size,
+                dtype=config.compute_dtype,
+            ),
             most_step_rows=most_step_rows,
+            with_hidden=with_hidden,
         )
         self._hot_places: dict[int, tuple[int, ...]] = {}
 
@@ -175,10 +180,10 @@ class CachedSession:
         self.cache.prepare({slot: len(ids) for slot, ids in tokens.items()}, staging=staging)
         self._overwrite_unused()
         before = self._reads()
-        output, self.cache.store, self.cache.sequences = self.steps.prefill(
+        output, self.cache.device.store, self.cache.device.sequences = self.steps.prefill(
             self.params,
-            self.cache.store,
-            self.cache.sequences,
+            self.cache.device.store,
+            self.cache.device.sequences,
             PrefillBatch(jnp.array(slots, jnp.int32), jnp.asarray(counts), jnp.asarray(token_ids)),
             context_pages=self.geometry.max_pages_per_sequence,
             all_logits=True,
@@ -189,7 +194,7 @@ class CachedSession:
         return output, dict(zip(READS, (self._reads() - before).tolist(), strict=True))
 
     def _reads(self) -> np.ndarray:
-        host = self.cache.store.host
+        host = self.cache.device.store.host
         if host is None:
             return np.zeros(len(READS), np.int64)
         return np.array(host.reads, np.int64).reshape(-1, len(READS)).sum(axis=0)
@@ -206,12 +211,12 @@ class CachedSession:
         self._hot_places = hot
         host = {residency.host_place(page) for page in pages}
         held = {page for page in pages if pool.references(page) or pool.is_cached(page)}
-        store = self.cache.store
+        store = self.cache.device.store
         tier = store.host
         if tier is not None:
             unused = set(range(geometry.host_pages)) - host
             tier = dataclasses.replace(tier, slab=_overwrite(tier.slab, 0, unused))
-        self.cache.store = dataclasses.replace(
+        self.cache.device.store = dataclasses.replace(
             store,
             slab=_overwrite(store.slab, 1, set(range(geometry.device_pages)) - read),
             index_keys=_overwrite(store.index_keys, 1, set(pages) - held),

@@ -51,6 +51,7 @@ def session() -> CachedSession:
         max_sequences=2,
         max_model_len=LENGTH,
         with_mtp=True,
+        with_hidden=True,
     )
     for common in range(2 * PAGE, CACHED):
         other = random_tokens(config(), CACHED, seed=common)
@@ -65,23 +66,23 @@ def run(
     session: CachedSession, slot: int, prompt: np.ndarray, use_prefix: bool = True
 ) -> tuple[int, bytes, np.ndarray]:
     """Computes a prompt. Returns how much of it was cached, the drafts' logits, and MTP rows."""
-    cache = session.cache
-    found = cache.open(slot, prompt.tolist(), LENGTH, use_prefix=use_prefix, with_hidden=True)
+    cache, device = session.cache, session.cache.device
+    found = cache.open(slot, prompt.tolist(), LENGTH, use_prefix=use_prefix)
     for start in range(found, len(prompt), ROWS):
         chunk = prompt[start : start + ROWS]
         complete = start + len(chunk) == len(prompt)
         session.append({slot: chunk}, rows=ROWS, staging=True, complete=complete)
     cache.prepare({slot: DRAFTS})
-    drafts, cache.store, cache.sequences = session.steps.draft(
+    drafts, device.store, device.sequences = session.steps.draft(
         session.params,
-        cache.store,
-        cache.sequences,
+        device.store,
+        device.sequences,
         jnp.array([slot], jnp.int32),
         context_pages=session.geometry.max_pages_per_sequence,
         num_drafts=DRAFTS,
     )
     cache.check_integrity()
-    store, pages = cache.store, np.array(cache.pages_of(slot))
+    store, pages = device.store, np.array(cache.pages_of(slot))
     assert store.host is not None
     rows = page_rows(session.geometry, len(prompt))
     pages = pages[np.arange(len(prompt)) // PAGE]

@@ -268,7 +268,7 @@ class Histories(RuleBasedStateMachine):
         """Every confirmed row has its bytes in each place it lies; unused pages lie nowhere."""
         self.cache.check_integrity()
         self.cache.moves.flush()
-        stored = StoredRows.of(self.cache.store)
+        stored = StoredRows.of(self.cache.device.store)
         for page in range(self.geometry.num_pages):
             device, host = stored.device_page[page], stored.host_page[page]
             if self.residency.state(page) is PageState.FREE:

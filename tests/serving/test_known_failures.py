@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from glm53 import LLM, SamplingParams
 from glm53.kv_geometry import kv_geometry
-from glm53.sharding import make_mesh
-from kvcache import KVCache
+from kvcache import KVCache, SimulatedDevice
 from kvcache.page_states import PageState
 from kvcache.prefix_transfer import PrefixImport, export_prefix
 from serving.buckets import Buckets
@@ -231,7 +229,7 @@ def test_a_pool_of_just_one_sequence(device_pages: int, host_pages: int) -> None
     )
     rows = most_step_rows(geometry, 12)
     assert rows == 4 * (device_pages - 3 if host_pages else 3)
-    cache = KVCache(geometry, make_mesh(), hidden_size=8, dtype=jnp.float32, most_step_rows=rows)
+    cache = KVCache(geometry, SimulatedDevice(geometry), most_step_rows=rows)
     last = 4 * (geometry.num_pages - 1)
     longest = tokens(40, last + 3)
     # The longest for the first time continues whole pages only, as it takes the one after them.
@@ -313,8 +311,8 @@ def test_sizes(resident: LLM, spilling: LLM) -> None:
     """Pages counted a layer or a device too often or too seldom, or beyond what was allowed."""
     config, kept, store = (
         spilling.config,
-        resident._runner.cache.store,
-        spilling._runner.cache.store,
+        resident._runner.cache.device.store,
+        spilling._runner.cache.device.store,
     )
     row_bytes = 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
     page_bytes = config.num_hidden_layers * PAGE * row_bytes
@@ -339,7 +337,7 @@ def test_deleting_an_engine(model: Path) -> None:
     """A large host tier that keeps its memory, or takes long to give it back, when its engine is
     deleted in the middle of a request."""
     llm = LLM(model, max_num_seqs=256, device_pages=8, host_memory_gib=0.25)
-    store = llm._runner.cache.store
+    store = llm._runner.cache.device.store
     assert store.host is not None
     assert store.host.slab.nbytes > 0.24 * 2**30
     slabs = [weakref.ref(store.slab), weakref.ref(store.host.slab)]
