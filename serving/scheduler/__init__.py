@@ -1,0 +1,15 @@
+"""Decides what each step computes: who starts, whose prompt goes on, who decodes, who is parked."""
+
+from serving.scheduler.counters import SchedulerCounters
+from serving.scheduler.scheduler import PrefillChunk, Scheduler, SequenceOutOfPagesError
+from serving.scheduler.sequence import Schedulable
+from serving.scheduler.sequence_cache import SequenceCache
+
+__all__ = [
+    "PrefillChunk",
+    "Schedulable",
+    "Scheduler",
+    "SchedulerCounters",
+    "SequenceCache",
+    "SequenceOutOfPagesError",
+]

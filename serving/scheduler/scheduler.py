@@ -1,0 +1,395 @@
+"""Plans steps: chunks of prompts, then one token of everything that decodes.
+
+A step is launched before the results of the one before it are known. What its owner calls, in
+order: `start_step`; `next_prefill` and, once launched, `advance`, until there is no more;
+`next_decode` and, once launched, `launched_decode`; then `confirm` for each result of the step
+before, and `finish` for what is done.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+from kvcache.counters import CacheCounters
+from kvcache.page_pool import OutOfPagesError
+from serving.scheduler.counters import SchedulerCounters
+from serving.scheduler.integrity import check_record
+from serving.scheduler.prefill_queue import PrefillQueue
+from serving.scheduler.sequence import Phase, Schedulable, ScheduledSequence, known_tokens
+from serving.scheduler.sequence_cache import SequenceCache
+from serving.scheduler.slots import Slots
+from serving.scheduler.waiting_queue import WaitingQueue
+
+_PROMISED_ROWS = 2  # beyond the tokens that a sequence opens with
+
+
+class SequenceOutOfPagesError(OutOfPagesError):
+    """A sequence does not fit even alone. It is still with the scheduler: `finish` it.
+
+    Attributes:
+        sequence: which.
+    """
+
+    def __init__(self, sequence: Schedulable, num_tokens: int, reason: str) -> None:
+        super().__init__(
+            f"a sequence of {num_tokens} tokens does not fit even alone ({reason}): raise "
+            "device_pages or host_memory_gib"
+        )
+        self.sequence = sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A piece of a prompt, or of what a parked sequence had, to be launched.
+
+    Attributes:
+        sequence: whose.
+        slot: its slot.
+        start: position of the first token.
+        token_ids: the tokens.
+        is_first: nothing has been launched for the sequence since it got this slot.
+        is_last: the launch chooses the next token.
+    """
+
+    sequence: Schedulable
+    slot: int
+    start: int
+    token_ids: list[int]
+    is_first: bool
+    is_last: bool
+
+
+class Scheduler:
+    """Decides who starts, whose prompt goes on, who decodes, and who is parked.
+
+    Prompts are computed in the order of `PrefillQueue`, those that have begun and those that have
+    not alike. The best of the latter, if it does not fit, holds up those behind it, and nobody
+    else. Sequences get pages as they grow; when these are short, the youngest of lowest priority is
+    parked, and computed again from what the cache has kept. So the oldest of highest priority
+    always ends.
+
+    A step has chunks of at most `max_num_batched_tokens` tokens together, and one at least if any
+    can be computed. A chunk that is not the first of its step is not cut to what is left of them.
+
+    Args:
+        cache: where the sequences' rows are.
+        max_num_seqs: most sequences that have slots.
+        max_num_batched_tokens: most prompt tokens a step.
+        most_step_rows: most rows of a chunk.
+        chunk_rows: rows of the launch that suits so many remaining tokens best, which may be fewer
+            or more; by default as many.
+        age_weight: see `PrefillQueue`.
+
+    Attributes:
+        counters: what was done.
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+
+    def __init__(
+        self,
+        cache: SequenceCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        most_step_rows: int,
+        chunk_rows: Callable[[int], int] = lambda remaining: remaining,
+        age_weight: float = 0.25,
+    ) -> None:
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("most_step_rows", most_step_rows),
+            ("age_weight", age_weight),
+        ):
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self.counters = SchedulerCounters()
+        self._cache = cache
+        self._budget = self._max_num_batched_tokens = max_num_batched_tokens
+        self._most_chunk_tokens = min(most_step_rows, max_num_batched_tokens)
+        self._chunk_rows = chunk_rows
+        self._records: dict[Schedulable, ScheduledSequence] = {}
+        self._waiting = WaitingQueue(age_weight)
+        self._prefilling = PrefillQueue(age_weight)
+        self._slots = Slots(max_num_seqs)
+        self._num_added = self._num_opened = 0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have slots."""
+        return len(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have never had a slot."""
+        return self._waiting.num_new
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences that have lost their slot and wait for another."""
+        return self._waiting.num_parked
+
+    @property
+    def running(self) -> dict[int, Schedulable]:
+        """The sequences that have slots, by slot."""
+        return {slot: record.sequence for slot, record in self._slots.taken.items()}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, sequence: Schedulable) -> bool:
+        return sequence in self._records
+
+    def __iter__(self) -> Iterator[Schedulable]:
+        return iter(list(self._records))
+
+    def add(self, sequence: Schedulable) -> None:
+        """Queues a sequence.
+
+        Raises:
+            ValueError: it is here already, is finished, or has no prompt or nothing to generate.
+        """
+        if sequence in self._records or sequence.finished:
+            raise ValueError("a sequence is added once, before it is finished")
+        num_prompt, num_output = len(sequence.token_ids), len(sequence.output_ids)
+        if not num_prompt or num_output >= sequence.max_tokens:
+            raise ValueError(
+                f"{num_prompt} token_ids, {num_output} output_ids and max_tokens "
+                f"{sequence.max_tokens}: there is nothing to compute"
+            )
+        record = ScheduledSequence(
+            sequence,
+            number=self._num_added,
+            launched_before=self.counters.prompt_tokens,
+            remaining=num_prompt + num_output,
+            num_tokens=num_prompt + num_output,
+            num_chosen=num_output,
+        )
+        self._num_added += 1
+        self._records[sequence] = record
+        self._waiting.add(record)
+
+    def start_step(self) -> None:
+        """Begins a step: there may be chunks again."""
+        self.counters.steps += 1
+        self._budget = self._max_num_batched_tokens
+        self._waiting.look_up(self._cache.num_cached, alone=not len(self._prefilling))
+
+    def next_prefill(self) -> PrefillChunk | None:
+        """The next chunk, or None if this step has no more.
+
+        Opens the sequence if it has no slot. Until `advance` is called, the answer is the same.
+
+        Raises:
+            SequenceOutOfPagesError: the sequence whose turn it is does not fit, and nothing runs.
+        """
+        self._open_next()
+        while (record := self._prefilling.first()) is not None:
+            count = self._chunk_tokens(record.remaining)
+            if count > self._budget:
+                return None
+            assert record.slot is not None and record.tokens is not None
+            if self._cache.can_prepare({record.slot: count}):
+                return PrefillChunk(
+                    record.sequence,
+                    record.slot,
+                    record.num_rows,
+                    list(record.tokens[record.num_rows : record.num_rows + count]),
+                    is_first=not record.started,
+                    is_last=count == record.remaining,
+                )
+            self._make_room(record)
+        return None
+
+    def advance(self, chunk: PrefillChunk) -> None:
+        """Notes that a chunk has been launched."""
+        record, count = self._records[chunk.sequence], len(chunk.token_ids)
+        self._cache.advance(chunk.slot, chunk.token_ids, prompt_complete=chunk.is_last)
+        self._budget -= count
+        self.counters.chunks += 1
+        self.counters.prompt_tokens += count
+        record.started = True
+        record.num_rows += count
+        record.remaining -= count
+        if not chunk.is_last:
+            self._prefilling.push(record)
+            return
+        self._prefilling.discard(record)
+        record.tokens = None
+        record.under_way += 1
+        record.num_chosen += 1
+        # Its first token becomes known at the end of the next step, in time to tell the cache.
+        record.decodes_from = self.counters.steps + 1
+        self._slots.chosen(record)
+        self._waiting.prompt_computed(record)
+
+    def next_decode(self) -> dict[int, Schedulable]:
+        """By slot, the sequences that take one more token in this step.
+
+        That is everything whose tokens are launched, but for those whose last chunk is of this
+        step. Where pages are short, the youngest lose their slots first.
+
+        Raises:
+            SequenceOutOfPagesError: the only sequence left cannot have its next row.
+        """
+        step = self.counters.steps
+        while True:
+            batch = {
+                slot: record.sequence
+                for slot, record in self._slots.decoding.items()
+                if record.decodes_from <= step
+            }
+            if not batch or self._cache.can_prepare(dict.fromkeys(batch, 1)):
+                return batch
+            self._make_room(self._slots.decoding[next(iter(batch))])
+
+    def launched_decode(self, batch: Mapping[int, Schedulable]) -> None:
+        """Notes that a decode step has been launched."""
+        self.counters.decoded_tokens += len(batch)
+        for slot, sequence in batch.items():
+            record = self._records[sequence]
+            if record.num_rows < record.num_tokens:
+                # Known already, as by an owner that waits for every result.
+                self._cache.advance(slot, sequence.output_ids[-1:])
+            record.num_rows += 1
+            record.under_way += 1
+            record.num_chosen += 1
+            if record.all_chosen:
+                self._slots.chosen(record)
+
+    def confirm(self, sequence: Schedulable, token: int) -> bool:
+        """Notes the result of a launch, in the order of launches.
+
+        Returns:
+            Whether it counts: the sequence has not ended meanwhile.
+
+        Raises:
+            ValueError: nothing is under way for this sequence.
+        """
+        record = self._records.get(sequence)
+        if record is None:
+            self.counters.dropped_results += 1
+            return False
+        if not record.under_way:
+            raise ValueError(f"a result of sequence {record.number}, of which nothing is launched")
+        record.under_way -= 1
+        record.num_tokens += 1
+        if record.slot is not None and record.num_rows >= record.num_tokens:
+            self._cache.advance(record.slot, [token])
+        return True
+
+    def finish(self, sequence: Schedulable) -> CacheCounters:
+        """Ends a sequence, wherever it stands; what the cache did for it.
+
+        Raises:
+            ValueError: it is not here.
+        """
+        record = self._records.pop(sequence, None)
+        if record is None:
+            raise ValueError("a sequence that is not here cannot be finished")
+        if record.slot is not None:
+            self._close(record)
+        self._waiting.ended(record)
+        return record.counters
+
+    def fail_started(self, cache: SequenceCache) -> list[Schedulable]:
+        """Forgets all that have ever had a slot, whose rows are lost; the others still wait.
+
+        Args:
+            cache: an empty one, in place of that which has failed.
+
+        Returns:
+            Those forgotten.
+        """
+        self._cache = cache
+        self._slots.clear()
+        started = [record for record in self._records.values() if record.opened is not None]
+        for record in started:
+            self._prefilling.discard(record)
+            self.finish(record.sequence)
+        self._waiting.forget_cached()
+        return [record.sequence for record in started]
+
+    def check_integrity(self) -> None:
+        """Proves that every sequence is in one place, and every count right.
+
+        Raises:
+            AssertionError: naming what is not.
+        """
+        records = list(self._records.values())
+        self._waiting.check_integrity(records)
+        self._slots.check_integrity()
+        self._prefilling.check_integrity()
+        prefilling = {record for record in records if record.phase is Phase.PREFILLING}
+        assert set(self._prefilling.records) == prefilling, "prefilling sequences lost"
+        running = sum(record.slot is not None for record in records)
+        assert running == len(self._slots), f"{running} sequences in {len(self._slots)} slots"
+        for record in records:
+            check_record(record, self._cache)
+        assert 0 <= self._budget <= self._max_num_batched_tokens, f"{self._budget} tokens left"
+
+    def _open_next(self) -> None:
+        """Opens the best sequence without a slot, if it is its turn, and there is room for it."""
+        slot, record = self._slots.next_free, self._waiting.next_to_open(self._prefilling.first())
+        if slot is None or record is None or self._chunk_tokens(record.remaining) > self._budget:
+            return
+        sequence, tokens = record.sequence, known_tokens(record.sequence)
+        most_rows = len(sequence.token_ids) + sequence.max_tokens - 1
+        try:
+            cached = self._cache.open(
+                slot,
+                tokens,
+                min(len(tokens) + _PROMISED_ROWS, most_rows),
+                use_prefix=sequence.reuse_prefix,
+                # A page for each, lest it is parked as soon as one of them grows.
+                spare_pages=len(self._slots),
+            )
+        except OutOfPagesError as error:
+            if not len(self._slots):
+                raise SequenceOutOfPagesError(sequence, len(tokens), str(error)) from error
+            self.counters.refused += 1
+            self._waiting.refuse(record)
+            return
+        self._waiting.opened(record)
+        self._slots.take(record)
+        if record.opened is None:
+            record.opened, self._num_opened = self._num_opened, self._num_opened + 1
+        record.phase = Phase.PREFILLING
+        record.tokens = tokens
+        record.started = False
+        record.num_rows, record.remaining = cached, len(tokens) - cached
+        self._prefilling.push(record)
+        self.counters.opened += 1
+        self.counters.cached_tokens += cached
+
+    def _close(self, record: ScheduledSequence, *, parked: bool = False) -> None:
+        """Takes a sequence's slot away; its rows stay cached while there is room."""
+        assert record.slot is not None, "closed without a slot"
+        record.counters += self._cache.close(record.slot, parked=parked)
+        self._slots.give_back(record)
+        self._prefilling.discard(record)
+        record.tokens = None
+        self._waiting.retry()
+
+    def _make_room(self, needy: ScheduledSequence) -> None:
+        """Takes slots away: of all that need no more rows, or else of the youngest sequence.
+
+        Raises:
+            SequenceOutOfPagesError: there is none but the one in need.
+        """
+        draining = list(self._slots.draining.values())
+        for record in draining:
+            self._close(record)
+        if draining:
+            return
+        record = self._slots.youngest()
+        if record is None:
+            raise SequenceOutOfPagesError(needy.sequence, needy.num_rows + 1, "one more row")
+        self._close(record, parked=True)
+        self._waiting.park(record)
+        self.counters.parked += 1
+
+    def _chunk_tokens(self, remaining: int) -> int:
+        rows = self._chunk_rows(min(remaining, self._most_chunk_tokens))
+        return min(rows, remaining, self._most_chunk_tokens)

@@ -1,0 +1,111 @@
+"""A sequence, as its owner gives it to the scheduler, and what the scheduler keeps of it."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from kvcache.counters import CacheCounters
+
+
+@runtime_checkable
+class Schedulable(Protocol):
+    """A prompt and what has been generated for it: `serving.request.Continuation`.
+
+    Told apart by identity. The scheduler reads it and never changes it.
+
+    Attributes:
+        token_ids: the prompt.
+        output_ids: tokens generated whose results are known.
+        max_tokens: most tokens to generate.
+        priority: higher goes first.
+    """
+
+    token_ids: list[int]
+    output_ids: list[int]
+    max_tokens: int
+    priority: int
+
+    @property
+    def reuse_prefix(self) -> bool:
+        """Whether cached rows may stand for computed ones."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether it wants no more tokens."""
+        ...
+
+
+class Phase(enum.Enum):
+    """Where a sequence stands.
+
+    WAITING: has never had a slot. HELD: so too, and waits for the same prompt of another to be
+    computed. PREFILLING: has a slot, and tokens that are known and not launched. DECODING: has a
+    slot, and all known tokens are launched. DRAINING: its last token is launched. PARKED: lost its
+    slot and waits for another.
+    """
+
+    WAITING = enum.auto()
+    HELD = enum.auto()
+    PREFILLING = enum.auto()
+    DECODING = enum.auto()
+    DRAINING = enum.auto()
+    PARKED = enum.auto()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class ScheduledSequence:
+    """The scheduler's record of a sequence.
+
+    Attributes:
+        sequence: what its owner gave.
+        number: counts sequences in the order in which they came.
+        launched_before: prompt tokens that had been launched when it came.
+        remaining: prompt tokens to launch, as far as that is known.
+        num_tokens: tokens that are known, of prompt and output.
+        num_chosen: output tokens whose launches have gone out.
+        phase: where it stands.
+        slot: its slot, or None.
+        opened: counts first openings; None before its own.
+        was_parked: whether it has lost a slot.
+        tokens: those to compute before it decodes; None while it does not prefill.
+        num_rows: rows launched or found since it got its slot.
+        under_way: launches that choose a token and whose results are not known.
+        decodes_from: the first step that may decode it.
+        started: whether a chunk has been launched since it got its slot.
+        counters: what the cache did for it in slots that it had before.
+    """
+
+    sequence: Schedulable
+    number: int
+    launched_before: int
+    remaining: int
+    num_tokens: int
+    num_chosen: int
+    phase: Phase = Phase.WAITING
+    slot: int | None = None
+    opened: int | None = None
+    was_parked: bool = False
+    tokens: Sequence[int] | None = None
+    num_rows: int = 0
+    under_way: int = 0
+    decodes_from: int = 0
+    started: bool = False
+    counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
+
+    @property
+    def all_chosen(self) -> bool:
+        """Whether its last token is launched."""
+        return self.num_chosen >= self.sequence.max_tokens
+
+    @property
+    def precedence(self) -> tuple[int, int]:
+        """Greater is parked first: of lowest priority, then opened last."""
+        assert self.opened is not None, "a sequence that has never run is not parked"
+        return -self.sequence.priority, self.opened
+
+
+def known_tokens(sequence: Schedulable) -> list[int]:
+    """Prompt and output so far; the prompt itself where there is no output."""
+    return sequence.token_ids + sequence.output_ids if sequence.output_ids else sequence.token_ids

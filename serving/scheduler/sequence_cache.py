@@ -1,0 +1,59 @@
+"""What the scheduler uses of the cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from kvcache.counters import CacheCounters
+
+
+@runtime_checkable
+class SequenceCache(Protocol):
+    """Sequences in numbered slots and their pages: `kvcache.KVCache`, or an account of one."""
+
+    def open(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        promised_tokens: int,
+        *,
+        use_prefix: bool = True,
+        spare_pages: int = 0,
+    ) -> int:
+        """Starts a sequence in a free slot, with pages promised for `promised_tokens` tokens.
+
+        Args:
+            slot: the slot.
+            token_ids: its tokens.
+            promised_tokens: as many or more.
+            use_prefix: cached rows may stand for computed ones.
+            spare_pages: pages to leave for those that run.
+
+        Returns:
+            Leading tokens whose rows are there, at most all but the last.
+
+        Raises:
+            OutOfPagesError: it does not fit beside what runs. Nothing has changed.
+        """
+        ...
+
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Tokens that `open` would find now."""
+        ...
+
+    def can_prepare(self, rows: Mapping[int, int]) -> bool:
+        """Whether a step that appends these rows, by slot, finds its pages."""
+        ...
+
+    def advance(
+        self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
+    ) -> None:
+        """Tells the tokens of the next rows, which have been launched."""
+        ...
+
+    def length(self, slot: int) -> int:
+        """Rows told to `advance`, and those that `open` found."""
+        ...
+
+    def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
+        """Ends a sequence; its rows may serve others, or itself if it is parked."""
+        ...

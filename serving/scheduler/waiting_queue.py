@@ -1,0 +1,139 @@
+"""Sequences without a slot, and which of them is to get the next one."""
+
+import collections
+from collections.abc import Callable, Sequence
+
+from serving.scheduler.prefill_queue import PrefillQueue
+from serving.scheduler.sequence import Phase, ScheduledSequence, known_tokens
+from serving.scheduler.shared_prompts import SharedPrompts
+
+# How many tokens of prompts are looked up in the cache a step: it takes a hash a page.
+_TOKENS_LOOKED_UP_A_STEP = 1 << 16
+
+
+class WaitingQueue:
+    """Sequences that have never had a slot, and parked ones, in the order of `PrefillQueue`.
+
+    The best one that did not fit holds up those behind it, and is not tried again until a slot has
+    been closed. Those whose prompt another is about to compute are held back until it has.
+
+    Args:
+        age_weight: see `PrefillQueue`.
+    """
+
+    def __init__(self, age_weight: float) -> None:
+        self._queue = PrefillQueue(age_weight)
+        self._shared = SharedPrompts()
+        self._parked: set[ScheduledSequence] = set()
+        self._not_looked_up: collections.deque[ScheduledSequence] = collections.deque()
+        self._refused: ScheduledSequence | None = None
+
+    @property
+    def num_new(self) -> int:
+        """Sequences that have never had a slot."""
+        return len(self._queue) - len(self._parked) + self._shared.num_held
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences that have lost one."""
+        return len(self._parked)
+
+    def add(self, record: ScheduledSequence) -> None:
+        """Takes a new sequence."""
+        if self._shared.follows(record):
+            record.phase = Phase.HELD
+        else:
+            self._enqueue(record)
+
+    def park(self, record: ScheduledSequence) -> None:
+        """Takes a sequence that has lost its slot."""
+        record.phase = Phase.PARKED
+        record.was_parked = True
+        record.remaining = record.num_tokens
+        self._parked.add(record)
+        self._queue.push(record)
+
+    def look_up(self, num_cached: Callable[[Sequence[int]], int], *, alone: bool) -> None:
+        """Finds out how much of some prompts is cached, in the order in which they came.
+
+        Args:
+            num_cached: tells it of tokens.
+            alone: no sequence is prefilling, so that one that waits alone need not be looked up.
+        """
+        tokens, queue = 0, self._not_looked_up
+        while queue and tokens < _TOKENS_LOOKED_UP_A_STEP:
+            record = queue[0]
+            if record in self._queue and not record.was_parked:
+                if alone and len(self._queue) == 1:
+                    return
+                token_ids = known_tokens(record.sequence)
+                tokens += len(token_ids)
+                record.remaining = len(token_ids) - num_cached(token_ids)
+                self._queue.push(record)
+            queue.popleft()
+
+    def next_to_open(self, prefilling: ScheduledSequence | None) -> ScheduledSequence | None:
+        """Whose turn it is to get a slot, if that is before the best one that is prefilling."""
+        record = self._queue.first()
+        # Of a parked one, all tokens must be known before it is opened again.
+        if record is None or record is self._refused or record.under_way:
+            return None
+        if prefilling is not None and self._queue.order(prefilling) < self._queue.order(record):
+            return None
+        return record
+
+    def refuse(self, record: ScheduledSequence) -> None:
+        """Notes that a sequence does not fit."""
+        self._refused = record
+
+    def retry(self) -> None:
+        """Notes that a slot has been closed."""
+        self._refused = None
+
+    def opened(self, record: ScheduledSequence) -> None:
+        """Gives a sequence away, which has got a slot."""
+        self._queue.discard(record)
+        self._parked.discard(record)
+
+    def prompt_computed(self, record: ScheduledSequence) -> None:
+        """Notes that a prompt is computed, for which others may have waited."""
+        for follower in self._shared.computed(record):
+            # All but the last token, which is always computed.
+            follower.remaining = 1
+            self._enqueue(follower, look_up=False)
+
+    def ended(self, record: ScheduledSequence) -> None:
+        """Forgets a sequence, which may also run or be gone."""
+        self.opened(record)
+        if self._refused is record:
+            self._refused = None
+        leader = self._shared.ended(record)
+        if leader is not None:
+            self._enqueue(leader)
+
+    def forget_cached(self) -> None:
+        """Notes that nothing is cached any more."""
+        self._refused = None
+        for record in self._queue.records:
+            record.remaining = record.num_tokens
+            self._queue.push(record)
+
+    def check_integrity(self, records: Sequence[ScheduledSequence]) -> None:
+        """Proves that of all sequences those are here that should be, and once.
+
+        Raises:
+            AssertionError: naming what is not so.
+        """
+        self._queue.check_integrity()
+        phases = {phase: {r for r in records if r.phase is phase} for phase in Phase}
+        self._shared.check_integrity(phases[Phase.HELD])
+        assert self._parked == phases[Phase.PARKED], "parked sequences lost"
+        queued = phases[Phase.WAITING] | phases[Phase.PARKED]
+        assert set(self._queue.records) == queued, "waiting sequences lost"
+        assert self._refused is None or self._refused in queued, "waits for a sequence that is gone"
+
+    def _enqueue(self, record: ScheduledSequence, *, look_up: bool = True) -> None:
+        record.phase = Phase.WAITING
+        self._queue.push(record)
+        if look_up and record.sequence.reuse_prefix:
+            self._not_looked_up.append(record)
