@@ -70,7 +70,7 @@ class MeasuredLLM(LLM):
     @property
     def cache(self) -> KVCache:
         """The sequences' pages."""
-        return self._runner.cache
+        return self._engine.runner.cache
 
 
 def store_options(store: str, max_model_len: int, rows_per_page: int = 64) -> dict[str, Any]:

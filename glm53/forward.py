@@ -132,9 +132,7 @@ class Forward:
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """Logits of normalised hidden states, in float32, on every device."""
-        head = self.model.lm_head.bind()
-        local = map_row_tiles(lambda rows: head(rows).astype(jnp.float32), hidden)
-        return lax.all_gather(local, MESH_AXIS, axis=1, tiled=True)
+        return head_logits(self.model, hidden)
 
     def no_selection(self) -> Selection:
         """A selection of nothing, for a layer that makes its own."""
@@ -341,6 +339,13 @@ class Forward:
         experts = jnp.where(self.positions[:, None] >= 0, experts, moe.num_experts)
         routed = moe.run_experts(index.mlp_layer, rows, experts, weights)
         return lax.psum(routed + mixed, MESH_AXIS)
+
+
+def head_logits(model: GLMModel, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
+    """Logits of normalised hidden states, in float32, on every device; inside `shard_map`."""
+    head = model.lm_head.bind()
+    local = map_row_tiles(lambda rows: head(rows).astype(jnp.float32), hidden)
+    return lax.all_gather(local, MESH_AXIS, axis=1, tiled=True)
 
 
 def _map_batches(

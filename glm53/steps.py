@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from glm53.config import GLMConfig
-from glm53.forward import Forward, LayerTrace, Rows, Selection
+from glm53.forward import Forward, LayerTrace, Rows, Selection, head_logits
 from glm53.model import GLMModel, abstract_model
 from glm53.mtp import MTPLayer
 from glm53.sharding import check_mesh, parameter_specs
@@ -51,12 +51,15 @@ class StepOutput:
 
     Attributes:
         next_token: int32 [groups], the greedy choice after each group's last row.
-        logits: float32 [groups, vocab] of that row, or of all rows [groups, rows, vocab].
+        logits: float32 [groups, vocab] of that row.
+        hidden: [groups, rows, hidden], the normalised hidden state of every row; `Steps.head` makes
+            logits of them.
         trace: what each trunk layer gave, if asked for.
     """
 
     next_token: Int[Array, " groups"]
     logits: Float[Array, "groups *rows vocab"]
+    hidden: Float[Array, "groups rows hidden"]
     trace: LayerTrace | None
 
 
@@ -78,10 +81,11 @@ class DraftOutput:
 class Steps:
     """The compiled steps of one model on one mesh.
 
-    `prefill(params, store, sequences, batch, context_pages=, all_logits=, trace=)`,
+    `prefill(params, store, sequences, batch, context_pages=, trace=)`,
     `decode(params, store, sequences, slots, context_pages=)` and
     `draft(params, store, sequences, slots, context_pages=, num_drafts=)` return their output, the
-    store and the sequences; store and sequences are donated.
+    store and the sequences; store and sequences are donated. `head(params, hidden)` returns the
+    logits [rows, vocab] of hidden states [rows, hidden].
 
     `context_pages` bounds the pages of every sequence in the step, the tokens it appends included.
 
@@ -108,18 +112,33 @@ class Steps:
 
         on_cpu = mesh.devices.flat[0].platform == "cpu"
 
+        options = _CPU_COMPILER_OPTIONS if on_cpu else gpu_options(mesh)
+
         def jit(step: Callable, *static: str) -> Callable:
             return jax.jit(
                 functools.partial(self._sharded, step),
                 static_argnames=static,
                 donate_argnums=(1, 2),
                 out_shardings=(None, KVStore.shardings(geometry, mesh), None),
-                compiler_options=_CPU_COMPILER_OPTIONS if on_cpu else gpu_options(mesh),
+                compiler_options=options,
             )
 
-        self.prefill = jit(self._prefill, "context_pages", "all_logits", "trace")
+        self.prefill = jit(self._prefill, "context_pages", "trace")
         self.decode = jit(self._decode, "context_pages")
         self.draft = jit(self._draft, "context_pages", "num_drafts")
+        self.head = jax.jit(self._head, compiler_options=options)
+
+    def _head(
+        self, params: nnx.State, hidden: Float[Array, "rows hidden"]
+    ) -> Float[Array, "rows vocab"]:
+        everywhere = PartitionSpec()
+        return jax.shard_map(
+            lambda params, hidden: head_logits(nnx.merge(self.graph, params), hidden),
+            mesh=self.mesh,
+            in_specs=(self.param_specs, everywhere),
+            out_specs=everywhere,
+            check_vma=False,
+        )(params, hidden)
 
     def _sharded(
         self,
@@ -152,7 +171,6 @@ class Steps:
         batch: PrefillBatch,
         *,
         context_pages: int,
-        all_logits: bool = False,
         trace: bool = False,
     ) -> tuple[StepOutput, KVStore, SequenceState]:
         """Appends tokens to sequences and chooses the token after each group's last."""
@@ -176,12 +194,8 @@ class Steps:
             _, store, _ = mtp.run(store, batch.token_ids.reshape(-1), before.reshape(flat.shape))
         last = jnp.maximum(batch.num_rows - 1, 0)[:, None, None]
         last_hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-        if all_logits:
-            logits = forward.logits(flat).reshape(*batch.token_ids.shape, -1)
-            last_logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
-        else:
-            logits = last_logits = forward.logits(last_hidden)
-        next_token = jnp.argmax(last_logits, axis=-1).astype(jnp.int32)
+        logits = forward.logits(last_hidden)
+        next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         counted = (batch.slots >= 0) & (batch.num_rows > 0)
         target = jnp.where(counted, batch.slots, sequences.length.shape[0])
         sequences = dataclasses.replace(
@@ -191,7 +205,7 @@ class Steps:
             last_hidden=sequences.last_hidden.at[target].set(last_hidden, mode="drop"),
             hidden_known=sequences.hidden_known.at[target].set(True, mode="drop"),
         )
-        return StepOutput(next_token, logits, traced), store, sequences
+        return StepOutput(next_token, logits, hidden, traced), store, sequences
 
     def _decode(
         self,

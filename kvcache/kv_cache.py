@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int32, Shaped
 
 from kvcache.admission import Admission, RunningSequence
 from kvcache.cache_device import CacheDevice
@@ -246,6 +246,19 @@ class KVCache[DeviceT: CacheDevice]:
         self.total += counters
         return counters
 
+    def warm_up(self) -> None:
+        """Has the device do everything once that steps may need, for nobody, so that it compiles it.
+
+        Nothing changes, but what the device has counted is observed.
+        """
+        self.device.assign_slot(-1, np.full(self.geometry.max_pages_per_sequence, -1, np.int32), 0)
+        self.device.set_pages(self._no_new_pages())
+        self.moves.launch()
+        if self.geometry.has_host_tier:
+            self.device.lease(*self._no_leases())
+            self._launch_borrowed()
+            self._observe()
+
     def tick(self) -> int:
         """The next time of the logical clock by which prefixes age."""
         self._clock += 1
@@ -420,18 +433,20 @@ class KVCache[DeviceT: CacheDevice]:
         self._reads.update(self.device.reads())
 
     def _launch_tables(self) -> None:
-        size = max(self.geometry.max_sequences, _MOVES_A_LAUNCH)
         while self._new_pages:
-            entries = np.full((size, 3), -1, np.int32)
-            some, self._new_pages = self._new_pages[:size], self._new_pages[size:]
+            entries = self._no_new_pages()
+            some = self._new_pages[: len(entries)]
+            self._new_pages = self._new_pages[len(entries) :]
             entries[: len(some)] = some
             self.device.set_pages(entries)
 
+    def _no_new_pages(self) -> Int32[np.ndarray, "entries 3"]:
+        return np.full((max(self.geometry.max_sequences, _MOVES_A_LAUNCH), 3), -1, np.int32)
+
     def _launch_leases(self) -> None:
-        geometry, changed = self.geometry, self.residency.changed_leases
+        changed = self.residency.changed_leases
         if changed:
-            slots = np.full(geometry.max_sequences, -1, np.int32)
-            places = np.full((geometry.max_sequences, geometry.hot_pages), -1, np.int32)
+            slots, places = self._no_leases()
             for row, slot in enumerate(sorted(changed)):
                 slots[row] = slot
                 leased = self.residency.hot_places(slot)
@@ -446,6 +461,16 @@ class KVCache[DeviceT: CacheDevice]:
             self.device.lease(slots, places)
         if self.residency.staging_places != self._borrowed:
             self._borrowed = self.residency.staging_places
-            places = np.full(max(geometry.staging_pages, 1), -1, np.int32)
-            places[: len(self._borrowed)] = self._borrowed
-            self.device.borrow(places)
+            self._launch_borrowed()
+
+    def _no_leases(
+        self,
+    ) -> tuple[Int32[np.ndarray, " slots"], Int32[np.ndarray, "slots hot_pages"]]:
+        geometry = self.geometry
+        slots = np.full(geometry.max_sequences, -1, np.int32)
+        return slots, np.full((geometry.max_sequences, geometry.hot_pages), -1, np.int32)
+
+    def _launch_borrowed(self) -> None:
+        places = np.full(max(self.geometry.staging_pages, 1), -1, np.int32)
+        places[: len(self._borrowed)] = self._borrowed
+        self.device.borrow(places)

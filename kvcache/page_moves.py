@@ -131,8 +131,12 @@ class PageMoves:
     def flush(self) -> None:
         """Launches what is queued, if anything."""
         kinds = (self._stores, self._loads, self._copies, self._key_copies)
-        if not any(kinds) and not self._maps:
-            return
+        if any(kinds) or self._maps:
+            self.launch()
+
+    def launch(self) -> None:
+        """Launches what is queued, also if that is nothing."""
+        kinds = (self._stores, self._loads, self._copies, self._key_copies)
         maps = np.full((4 * self._size, 3), -1, np.int32)
         if self._maps:
             maps[: len(self._maps)] = [(page, *places) for page, places in self._maps.items()]

@@ -69,12 +69,14 @@ def assign_slot(
     block_table: Int[Array, " max_pages"],
     length: Int[Array, ""],
 ) -> SequenceState:
-    """Gives a slot to a new sequence whose first `length` tokens are already computed."""
+    """Gives a slot to a new sequence whose first `length` tokens are already computed; -1 is no
+    slot."""
+    slot = jnp.where(slot >= 0, slot, sequences.length.shape[0])
     return dataclasses.replace(
         sequences,
-        block_table=sequences.block_table.at[slot].set(block_table),
-        length=sequences.length.at[slot].set(length),
-        hidden_known=sequences.hidden_known.at[slot].set(False),
+        block_table=sequences.block_table.at[slot].set(block_table, mode="drop"),
+        length=sequences.length.at[slot].set(length, mode="drop"),
+        hidden_known=sequences.hidden_known.at[slot].set(False, mode="drop"),
     )
 
 

@@ -1,38 +1,57 @@
 """The few shapes in which steps are compiled."""
 
 import dataclasses
-import itertools
 
 from kvcache.geometry import KVGeometry
 
-_FEWEST_ROWS = 16
-_FEWEST_CONTEXT_TOKENS = 1024
+_FEWEST_ROWS = 32
+_FEWEST_CONTEXT_TOKENS = 4096
 _GROWTH = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Sizes that a step may have.
+    """Sizes that a step may have. Every size and every pair of them is a program to compile, so
+    they are few: each up to four times the one before, as rows of padding cost little.
 
     Attributes:
         rows: rows of a prefill step, ascending.
-        sequences: sequences of a decode step, ascending.
+        sequences: sequences of a decode step, ascending from 1.
         context_pages: pages of context, ascending; the last is a whole block table.
+        rows_per_page: tokens of a page.
     """
 
     rows: tuple[int, ...]
     sequences: tuple[int, ...]
     context_pages: tuple[int, ...]
+    rows_per_page: int
 
     @classmethod
     def for_geometry(cls, geometry: KVGeometry, max_num_batched_tokens: int) -> "Buckets":
         """Buckets up to the given chunk of a prefill and the geometry's limits."""
         fewest_pages = geometry.pages_for(_FEWEST_CONTEXT_TOKENS)
         return cls(
-            _geometric(_FEWEST_ROWS, max_num_batched_tokens, _GROWTH),
-            _geometric(1, geometry.max_sequences, 2),
-            _geometric(fewest_pages, geometry.max_pages_per_sequence, _GROWTH),
+            _geometric(_FEWEST_ROWS, max_num_batched_tokens),
+            _geometric(1, geometry.max_sequences),
+            _geometric(fewest_pages, geometry.max_pages_per_sequence),
+            geometry.rows_per_page,
         )
+
+    @property
+    def prefills(self) -> list[tuple[int, int]]:
+        """Rows and pages of context of each prefill step that there can be."""
+        return [
+            (rows, pages)
+            for rows in self.rows
+            for pages in self.context_pages
+            if pages == self.prefill_context(rows, pages)
+        ]
+
+    def prefill_context(self, rows: int, pages: int) -> int:
+        """Pages of context of a prefill step of `rows` for a sequence of so many pages: no fewer
+        than would hold the rows, so that there are fewer pairs."""
+        held = min(-(-rows // self.rows_per_page), self.context_pages[-1])
+        return fit(self.context_pages, max(pages, held))
 
     def chunk(self, remaining: int) -> int:
         """Rows of the next step of a prompt with `remaining` tokens to go.
@@ -57,6 +76,10 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
     raise ValueError(f"{size} exceeds the largest bucket {buckets[-1]}")
 
 
-def _geometric(first: int, last: int, factor: int) -> tuple[int, ...]:
-    powers = (first * factor**power for power in itertools.count())
-    return (*itertools.takewhile(lambda size: size < last, powers), last)
+def _geometric(first: int, last: int) -> tuple[int, ...]:
+    """Sizes from `first` to `last`, none but it above its half."""
+    sizes = []
+    while 2 * first <= last:
+        sizes.append(first)
+        first *= _GROWTH
+    return (*sizes, last)

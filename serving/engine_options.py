@@ -1,14 +1,88 @@
-"""What the options of an `LLM` come to for a model on a machine."""
+"""The options of an engine, and what they come to for a model on a machine."""
 
+import dataclasses
 import importlib.resources
 from pathlib import Path
+from typing import Literal
 
 from glm53.config import GLMConfig
 from pallas_kernels.row_format import ROW_KINDS, RowKind
 
 BUILT_IN_MODEL = "tiny"
 
+DType = Literal["auto", "float32", "bfloat16"]
+CacheDType = Literal["auto", "float32", "bfloat16", "fp8"]
+ActivationQuantization = Literal["auto", "none", "fp8_1x128"]
+KVPolicy = Literal["hybrid", "resident", "swap"]
+
+MEMORY_FRACTION = 0.92
+
 _DTYPES = ("auto", "float32", "bfloat16")
+_BATCHED_TOKENS, _BATCHED_TOKENS_ON_CPU = 8192, 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine is to run a model.
+
+    Attributes:
+        model: "tiny", which is built in, or a checkpoint directory.
+        dtype: "float32" or "bfloat16" for activations and unquantised weights. "auto" is the
+            checkpoint's dtype, and float32 on a CPU, where bfloat16 is slower.
+        kv_cache_dtype: "float32", "bfloat16" or "fp8" for cached rows; "auto" is `dtype`.
+        max_model_len: longest prompt and output together, in tokens; None is the model's limit.
+        latent_norm_eps: epsilon of the latent norms; None is the config's `rms_norm_eps`. Hugging
+            Face transformers computes with 1e-6.
+        activation_quantization: "none" or "fp8_1x128"; "auto" is fp8 for FP8 weights on a GPU.
+        tensor_parallel_size: devices to shard the model and the store over.
+        max_num_seqs: most sequences that decode together.
+        max_num_batched_tokens: most prompt tokens of one step: what a running sequence waits for at
+            most between two of its tokens. None is 8,192, and 512 on a CPU.
+        device_pages: pages of the store on the devices; None takes what fits.
+        host_memory_gib: host memory for pages that the devices have no room for; None takes half of
+            what is free, or 1 GiB on a CPU.
+        kv_policy: "hybrid" moves pages to host memory when room on the devices runs short, and
+            reads from there what a token selects; "resident" keeps every page on the devices;
+            "swap" keeps every page of the sequences that run on the devices, and moves whole
+            sequences to host memory and back.
+        hot_rows: rows of pages in host memory that a sequence keeps on each device; None is four
+            selections, as far as there is room. No size changes an answer. Only for "hybrid".
+        memory_fraction: share of each device's memory for weights and store. On a CPU the store
+            takes 1 GiB a device.
+
+    Raises:
+        ValueError: a count is no positive integer; the message names it. All else is refused when
+            the engine is made.
+    """
+
+    model: str | Path = BUILT_IN_MODEL
+    dtype: DType = "auto"
+    kv_cache_dtype: CacheDType = "auto"
+    max_model_len: int | None = None
+    latent_norm_eps: float | None = None
+    activation_quantization: ActivationQuantization = "auto"
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    device_pages: int | None = None
+    host_memory_gib: float | int | None = None
+    kv_policy: KVPolicy = "hybrid"
+    hot_rows: int | None = None
+    memory_fraction: float | int = MEMORY_FRACTION
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_num_seqs"):
+            check_count(name, getattr(self, name))
+        for name in ("max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+
+
+def resolve_batched_tokens(max_num_batched_tokens: int | None, on_cpu: bool) -> int:
+    """The most prompt tokens of a step."""
+    if max_num_batched_tokens is not None:
+        return max_num_batched_tokens
+    return _BATCHED_TOKENS_ON_CPU if on_cpu else _BATCHED_TOKENS
 
 
 def model_path(model: str | Path) -> Path:

@@ -9,35 +9,21 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from glm53.checkpoint.source import load_checkpoint, read_config
-from glm53.kv_geometry import kv_geometry
-from glm53.sharding import make_mesh
-from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
-from serving.buckets import Buckets
+from serving.engine import Engine
 from serving.engine_options import (
     BUILT_IN_MODEL,
-    check_count,
-    model_path,
-    resolve_max_model_len,
-    resolve_numerics,
-    resolve_row_kind,
-)
-from serving.generation_config import GenerationConfig
-from serving.generation_loop import GenerationLoop
-from serving.model_runner import ModelRunner
-from serving.outputs import RequestOutput
-from serving.prefix_transfer import PrefixTransfer
-from serving.request import Request
-from serving.request_reader import Prompt, RequestReader
-from serving.sampling_params import SamplingParams
-from serving.store_options import (
     MEMORY_FRACTION,
+    ActivationQuantization,
+    CacheDType,
+    DType,
+    EngineOptions,
     KVPolicy,
-    StoreOptions,
-    most_step_rows,
-    resolve_geometry,
 )
+from serving.outputs import RequestOutput, failed_output
+from serving.request import Request
+from serving.request_reader import Prompt
+from serving.sampling_params import SamplingParams
 
 OnError = Literal["raise", "return"]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -48,26 +34,22 @@ class LLM:
     """A loaded model with its KV store, for one thread.
 
     Args:
-        model: "tiny", which is built in, or a checkpoint directory.
-        dtype: "float32" or "bfloat16" for activations and unquantised weights. "auto" is the
-            checkpoint's dtype, and float32 on a CPU, where bfloat16 is slower.
-        kv_cache_dtype: "float32", "bfloat16" or "fp8" for cached rows; "auto" is `dtype`.
-        max_model_len: longest prompt and output together, in tokens; None is the model's limit.
-        latent_norm_eps: epsilon of the latent norms; None is the config's `rms_norm_eps`. Hugging
-            Face transformers computes with 1e-6.
-        activation_quantization: "none" or "fp8_1x128"; "auto" is fp8 for FP8 weights on a GPU.
+        model: this and the others up to `memory_fraction` are those of `EngineOptions`.
+        dtype: of activations and unquantised weights.
+        kv_cache_dtype: of cached rows.
+        max_model_len: longest prompt and output together, in tokens.
+        latent_norm_eps: epsilon of the latent norms.
+        activation_quantization: of matrix products with FP8 weights.
         tensor_parallel_size: devices to shard the model and the store over.
         max_num_seqs: most sequences that decode together.
         max_num_batched_tokens: most prompt tokens of one step.
-        device_pages: pages of the store on the devices; None takes what fits.
-        host_memory_gib: host memory for pages that the devices have no room for; None takes half of
-            what is free, or 1 GiB on a CPU.
-        kv_policy: "hybrid" moves pages to host memory when room on the devices runs short, and
-            reads from there what a token selects; "resident" keeps every page on the devices.
-        hot_rows: rows of pages in host memory that a sequence keeps on each device; None is four
-            selections, as far as there is room. No size changes an answer.
-        memory_fraction: share of each device's memory for weights and store. On a CPU the store
-            takes 1 GiB a device.
+        device_pages: pages of the store on the devices.
+        host_memory_gib: host memory for pages that the devices have no room for.
+        kv_policy: "hybrid", "resident" or "swap".
+        hot_rows: rows of pages in host memory that a sequence keeps on each device.
+        memory_fraction: share of each device's memory for weights and store.
+        warm_up: compile everything now and keep it for the next time, rather than each part when it
+            is first used.
 
     Attributes:
         config: the model's configuration.
@@ -84,81 +66,46 @@ class LLM:
         self,
         model: str | Path = BUILT_IN_MODEL,
         *,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8"] = "auto",
+        dtype: DType = "auto",
+        kv_cache_dtype: CacheDType = "auto",
         max_model_len: int | None = None,
         latent_norm_eps: float | None = None,
-        activation_quantization: Literal["auto", "none", "fp8_1x128"] = "auto",
+        activation_quantization: ActivationQuantization = "auto",
         tensor_parallel_size: int = 1,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         device_pages: int | None = None,
         host_memory_gib: float | int | None = None,
         kv_policy: KVPolicy = "hybrid",
         hot_rows: int | None = None,
         memory_fraction: float | int = MEMORY_FRACTION,
+        warm_up: bool = False,
     ) -> None:
-        check_count("tensor_parallel_size", tensor_parallel_size)
-        check_count("max_num_seqs", max_num_seqs)
-        check_count("max_num_batched_tokens", max_num_batched_tokens)
-        if max_model_len is not None:
-            check_count("max_model_len", max_model_len)
-        store_options = StoreOptions(
+        options = EngineOptions(
+            model=model,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            latent_norm_eps=latent_norm_eps,
+            activation_quantization=activation_quantization,
+            tensor_parallel_size=tensor_parallel_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             device_pages=device_pages,
             host_memory_gib=host_memory_gib,
             kv_policy=kv_policy,
             hot_rows=hot_rows,
             memory_fraction=memory_fraction,
         )
-        path = model_path(model)
-        store_options.reserve_host_memory()
-        mesh = make_mesh(tensor_parallel_size)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        config = read_config(path)
-        self.config = resolve_numerics(
-            config, dtype, latent_norm_eps, activation_quantization, on_cpu
-        )
-        self.max_model_len = resolve_max_model_len(config, max_model_len)
-        # Whatever can be refused is, before the weights are read.
-        one_page = kv_geometry(
-            self.config,
-            row_kind=resolve_row_kind(kv_cache_dtype, self.config.compute_dtype),
-            device_pages=1,
-            max_model_len=self.max_model_len,
-            max_sequences=max_num_seqs,
-            num_devices=mesh.size,
-        )
-        has_tokenizer = (path / "tokenizer.json").is_file()
-        self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
-        generation_config = GenerationConfig.from_dir(path, config.vocab_size)
-        params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
-        geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
-        self._runner = ModelRunner(
-            self.config,
-            params,
-            geometry,
-            mesh,
-            Buckets.for_geometry(geometry, most_step_rows(geometry, max_num_batched_tokens)),
-            self._decode_token if has_tokenizer else None,
-        )
-        self._loop = GenerationLoop(self._runner)
-        self._reader = RequestReader(
-            tokenizer=self.tokenizer,
-            generation_config=generation_config,
-            eos_token_ids=generation_config.eos_token_ids | frozenset(config.eos_token_ids),
-            vocab_size=config.vocab_size,
-            max_model_len=self.max_model_len,
-            rows_per_page=geometry.rows_per_page,
-            device_pages=geometry.device_pages,
-            host_pages=geometry.host_pages,
-        )
-        self._transfer = PrefixTransfer(self._runner)
+        self._engine = Engine(options, warm_up=warm_up)
+        self.config, self.max_model_len = self._engine.config, self._engine.max_model_len
+        self.tokenizer = self._engine.tokenizer
         self._request_numbers = itertools.count()
 
     @property
     def cache_counters(self) -> CacheCounters:
         """What the cache did for all requests that are done."""
-        return self._runner.counters
+        return self._engine.runner.counters
 
     def generate(
         self,
@@ -175,8 +122,9 @@ class LLM:
                 `{"prompt_token_ids": [ids]}`.
             sampling_params: one for all prompts, or one each; None is the defaults.
             use_tqdm: show progress, if standard error is a terminal.
-            on_error: "raise" refuses the whole call for a bad prompt; "return" gives it an output
-                with `error` and serves the others.
+            on_error: "raise" refuses the whole call for a bad prompt, and raises what goes wrong
+                later; "return" gives what was refused or failed an output with `error`, and serves
+                the others.
 
         Returns:
             One output a prompt, in the order given.
@@ -185,7 +133,7 @@ class LLM:
             ValueError, TypeError: a prompt or parameter is refused. Nothing has been computed then.
         """
         requests = self._read_all("prompts", _listed(prompts), sampling_params, on_error)
-        return self._finish(requests, use_tqdm)
+        return self._finish(requests, use_tqdm, on_error)
 
     def generate_iter(
         self,
@@ -212,7 +160,7 @@ class LLM:
             ValueError, TypeError: a prompt or parameter is refused. Nothing has been computed then.
         """
         requests = self._read_all("prompts", _listed(prompts), sampling_params, on_error)
-        return self._run(requests, stream)
+        return self._run(requests, stream, on_error)
 
     def chat(
         self,
@@ -254,7 +202,7 @@ class LLM:
             for conversation in ([messages] if one else messages)
         ]
         requests = self._read_all("conversations", prompts, sampling_params, on_error)
-        return self._finish(requests, use_tqdm)
+        return self._finish(requests, use_tqdm, on_error)
 
     def serve(
         self, requests: Iterable[tuple[Prompt, SamplingParams]], *, stream: bool = False
@@ -269,13 +217,16 @@ class LLM:
 
         Yields:
             A prompt's place among `requests`, from 0, and its output, in order of completion; one
-            that is refused has `error`.
+            that is refused, or does not fit, has `error`.
+
+        Raises:
+            Exception: whatever a step raised.
         """
         read = (
             self._read(f"requests[{place}]", prompt, params, "return")
             for place, (prompt, params) in enumerate(requests)
         )
-        return self._run(read, stream)
+        return self._run(read, stream, None)
 
     def export_prefix(self, prompt: Prompt, path: str | Path) -> int:
         """Writes the cached rows of a prompt to a file, computing those that are not cached.
@@ -296,8 +247,8 @@ class LLM:
         request = self._read("prompt", prompt, params, "raise")
         assert isinstance(request, Request)
         token_ids = request.continuations[0].token_ids
-        self._finish([request], use_tqdm=False)
-        self._transfer.write(token_ids, Path(path))
+        self._finish([request], use_tqdm=False, on_error="raise")
+        self._engine.export_prefix(token_ids, Path(path))
         return len(token_ids)
 
     def import_prefix(self, path: str | Path) -> int:
@@ -319,7 +270,7 @@ class LLM:
             OutOfPagesError: the cache has too little room.
             OSError: the file cannot be read.
         """
-        return self._transfer.read(Path(path))
+        return self._engine.import_prefix(Path(path))
 
     def _read_all(
         self, what: str, prompts: Sequence[Prompt], params: Params, on_error: OnError
@@ -338,56 +289,63 @@ class LLM:
     ) -> Request | RequestOutput:
         request_id = str(next(self._request_numbers))
         try:
-            return self._reader.read(request_id, prompt, params)
+            return self._engine.reader.read(request_id, prompt, params)
         except (ValueError, TypeError) as error:
             if on_error == "raise":
                 # Not the error's own type, which may need other arguments.
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"{where}: {error}") from error
-            return RequestOutput(request_id, None, [], None, [], finished=True, error=str(error))
+            return failed_output(request_id, str(error))
 
     def _run(
-        self, requests: Iterable[Request | RequestOutput], stream: bool
+        self,
+        requests: Iterable[Request | RequestOutput],
+        stream: bool,
+        on_error: OnError | None,
     ) -> Generator[tuple[int, RequestOutput]]:
-        """Runs requests, drawn while few are waiting, and yields what is done or has grown."""
+        """Runs requests, drawn while few are waiting, and yields what is done or has grown.
+
+        Of what fails, None raises only the engine's own failures.
+        """
         drawn = enumerate(requests)
-        most_waiting = self._runner.geometry.max_sequences
+        most_waiting = self._engine.runner.geometry.max_sequences
         active: dict[int, Request] = {}
+        seen: dict[int, int] = {}
         more = True
         try:
             while more or active:
                 # At least one, however many wait for another caller.
-                while more and (not active or self._loop.num_waiting < most_waiting):
+                while more and (not active or self._engine.num_waiting < most_waiting):
                     place, request = next(drawn, (0, None))
                     more = request is not None
                     if isinstance(request, RequestOutput):
                         yield place, request
                     elif request is not None:
-                        active[place] = request
-                        for sequence in request.continuations:
-                            self._loop.add(sequence)
+                        active[place], seen[place] = request, 0
+                        self._engine.add(request)
                 if not active:
                     return
-                before = {place: request.num_output_tokens for place, request in active.items()}
-                self._loop.step()
-                for place, count in before.items():
-                    request = active[place]
+                self._engine.step()
+                for place, request in list(active.items()):
+                    grown = request.num_output_tokens > seen[place]
+                    seen[place] = request.num_output_tokens
                     if request.finished:
                         del active[place]
-                    if request.finished or (stream and request.num_output_tokens > count):
+                        _raise_failure(request, on_error)
+                    if request.finished or (stream and grown):
                         yield place, request.output()
         finally:
             # What an error or a caller that stops listening leaves behind.
             for request in active.values():
-                self._loop.abort(request.continuations)
+                self._engine.abort(request)
 
     def _finish(
-        self, requests: Sequence[Request | RequestOutput], use_tqdm: bool
+        self, requests: Sequence[Request | RequestOutput], use_tqdm: bool, on_error: OnError
     ) -> list[RequestOutput]:
         """Runs requests to the end, with a progress bar, and gives outputs in their order."""
         found: dict[int, RequestOutput] = {}
         hidden = not (use_tqdm and sys.stderr.isatty())
-        running = contextlib.closing(self._run(requests, stream=False))
+        running = contextlib.closing(self._run(requests, False, on_error))
         progress = tqdm(total=len(requests), desc="Processed prompts", disable=hidden)
         num_read = num_written = 0
         with running as outputs, progress:
@@ -404,9 +362,12 @@ class LLM:
                 progress.update()
         return [found[place] for place in range(len(requests))]
 
-    def _decode_token(self, token: int) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+def _raise_failure(request: Request, on_error: OnError | None) -> None:
+    if request.error is not None:
+        raises = request.step_failed if on_error is None else on_error == "raise"
+        if raises:
+            raise request.error
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

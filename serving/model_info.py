@@ -14,8 +14,7 @@ from glm53.sharding import parameter_specs
 from kvcache.geometry import KVGeometry
 from kvcache.store import MESH_AXIS
 from pallas_kernels.row_format import ROW_KINDS, RowKind
-from serving.engine_options import check_count, resolve_max_model_len
-from serving.store_options import MEMORY_FRACTION
+from serving.engine_options import MEMORY_FRACTION, check_count, resolve_max_model_len
 
 _GIB = 1 << 30
 ROUTED_EXPERTS = "routed experts"

@@ -1,12 +1,21 @@
-"""The device side of generation: the store, the sequences in it, and the steps over them."""
+"""The device side of generation: the store, the sequences in it, and launches over them.
 
-from collections.abc import Callable, Mapping
+A launch returns before the device is done, and its results are fetched later: meanwhile the host
+plans the next one. What a launch needs of the one before it, such as the token that it chose, stays
+on the device.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from glm53.config import GLMConfig
 from glm53.steps import PrefillBatch, StepOutput, compiled_steps
@@ -14,14 +23,88 @@ from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
 from serving.buckets import Buckets, fit
 from serving.outputs import TokenLogprobs
 from serving.request import Continuation
-from serving.sampling.logprobs import top_logprobs
+from serving.sampling.logprobs import TopLogprobs, top_logprobs
 from serving.sampling.sampler import Sampler
 from serving.sampling.state import SamplingState
 from serving.sampling_params import MAX_LOGPROBS
+from serving.scheduler import PrefillChunk
+
+_SCORED_ROWS = 128
+"""Rows of a prompt whose log-probabilities are found at a time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What a launch gave for one sequence.
+
+    Attributes:
+        sequence: the sequence.
+        token: the token that follows what it has; None after a chunk that is not its prompt's last.
+        logprobs: of that token, if asked for.
+        start: place among the sequence's tokens of the first row that the launch computed.
+        prompt_logprobs: of the prompt's tokens after that place; None if they were not asked for.
+    """
+
+    sequence: Continuation
+    token: int | None
+    logprobs: TokenLogprobs | None
+    start: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scores:
+    """Log-probabilities on their way to the host.
+
+    Attributes:
+        found: of each row.
+        tokens: the tokens of the rows that count; None where the device chooses them.
+        counts: how many of the best each row wants, None for none.
+    """
+
+    found: TopLogprobs
+    tokens: Sequence[int] | None
+    counts: Sequence[int | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """A launch whose results are on their way to the host."""
+
+    _sequences: list[Continuation]
+    _tokens: jax.Array
+    _scores: _Scores | None
+    _decode: Callable[[int], str] | None
+    _chooses: bool = True
+    _start: int = 0
+    _prompt_scores: tuple[_Scores, ...] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `results` would not wait."""
+        is_ready: Callable[[], bool] = getattr(self._tokens, "is_ready")  # noqa: B009 untyped in jax
+        return is_ready()
+
+    def results(self) -> list[SequenceResult]:
+        """What the launch gave, in the order of its sequences; waits until the device is done.
+
+        Raises:
+            Exception: whatever went wrong on the device, in this launch or one before it.
+        """
+        tokens = np.asarray(self._tokens)[: len(self._sequences)].tolist()
+        logprobs = _fetched(self._scores, tokens, self._decode)
+        prompt = None
+        if self._prompt_scores is not None:
+            entries = [_fetched(each, tokens, self._decode) for each in self._prompt_scores]
+            prompt = tuple(entry for some in entries for entry in some if entry is not None)
+        return [
+            SequenceResult(sequence, token if self._chooses else None, entry, self._start, prompt)
+            for sequence, token, entry in zip(self._sequences, tokens, logprobs, strict=True)
+        ]
 
 
 class ModelRunner:
-    """Runs steps for sequences in numbered slots.
+    """Launches steps for sequences in numbered slots.
 
     Args:
         config: the model.
@@ -30,11 +113,13 @@ class ModelRunner:
         mesh: where everything is.
         buckets: shapes of the steps.
         decode_token: gives a token's text, or None without a tokenizer.
+        keep_running_resident: all pages of a running sequence lie on the device.
 
     Attributes:
         config: the model.
         params: its parameters.
         geometry: sizes of the store.
+        buckets: shapes of the steps.
         cache: the sequences' pages.
     """
 
@@ -46,9 +131,12 @@ class ModelRunner:
         mesh: Mesh,
         buckets: Buckets,
         decode_token: Callable[[int], str] | None,
+        *,
+        keep_running_resident: bool = False,
     ) -> None:
+        self._keep_running_resident = keep_running_resident
         self.config, self.geometry = config, geometry
-        self.params, self._mesh, self._buckets = params, mesh, buckets
+        self.params, self._mesh, self.buckets = params, mesh, buckets
         self._decode_token = decode_token
         self._steps = compiled_steps(config, geometry, mesh)
         self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
@@ -64,6 +152,12 @@ class ModelRunner:
             array.delete()
         self._start_empty()
 
+    def synchronize(self) -> None:
+        """Waits until the device has done all that was launched."""
+        jax.block_until_ready(
+            (self.cache.device.store, self.cache.device.sequences, self._sampling)
+        )
+
     @property
     def usable(self) -> bool:
         """Whether there is a store: a reset may have failed for want of memory."""
@@ -75,6 +169,43 @@ class ModelRunner:
         """What the cache did for all sequences that have ended."""
         return self._closed + self.cache.total
 
+    @property
+    def programs(self) -> list[tuple[str, Callable[[], object]]]:
+        """Everything that serving may launch, by name, as launches of padding, which change nothing
+        but that jax compiles what it launches. They may be called in any order."""
+        buckets = self.buckets
+        launches: list[tuple[str, Callable[[], object]]] = [
+            (f"prefill of {rows} rows, {pages} pages", partial(self._warm_up_prefill, rows, pages))
+            for rows, pages in buckets.prefills
+        ]
+        launches += [
+            (f"decode of {count}, {pages} pages", partial(self._warm_up_decode, count, pages))
+            for count in buckets.sequences
+            for pages in buckets.context_pages
+        ]
+        return [*launches, ("cache", self._warm_up_cache)]
+
+    def _warm_up_prefill(self, rows: int, pages: int) -> None:
+        token_ids = np.zeros((1, rows), np.int32)
+        output = self._prefill(_nobody(1), 0, token_ids, pages)
+        self._warm_up_choice(output)
+        logits, size = self._head(output.hidden, 0), self._scored_rows
+        for count in self._scored_counts:
+            self._score(logits, jax.device_put(_nobody(size) + 1), (0,), [count])
+
+    def _warm_up_decode(self, count: int, pages: int) -> None:
+        self._warm_up_choice(self._decode(_nobody(count), pages))
+
+    def _warm_up_choice(self, output: StepOutput) -> None:
+        chosen = self._sample(_nobody(len(output.logits)), output.logits, output.next_token)
+        for tokens in (chosen, output.next_token):
+            for count in self._scored_counts:
+                self._score(output.logits, tokens, None, [count])
+
+    def _warm_up_cache(self) -> None:
+        self._sampling = self._sampler.warm_up(self._sampling)
+        self.cache.warm_up()
+
     def _start_empty(self) -> None:
         self.cache = KVCache(
             self.geometry,
@@ -84,147 +215,195 @@ class ModelRunner:
                 hidden_size=self.config.hidden_size,
                 dtype=self.config.compute_dtype,
             ),
-            most_step_rows=self._buckets.rows[-1],
+            most_step_rows=self.buckets.rows[-1],
             with_hidden=self._steps.with_mtp,
+            keep_running_resident=self._keep_running_resident,
         )
         self._sampling = SamplingState.create(
             self.geometry.max_sequences, self.config.vocab_size, self._mesh
         )
 
-    def open(self, slot: int, sequence: Continuation) -> None:
-        """Starts a sequence, with what the cache holds of its prompt and room for all of it.
+    def prepare_prefill(self, chunk: PrefillChunk) -> None:
+        """Readies slot and pages for a chunk, just before its launch.
 
         Raises:
-            OutOfPagesError: the cache has too few free pages.
+            OutOfPagesError: its pages find no place. Other sequences are as they were.
         """
-        self.cache.open(
-            slot,
-            sequence.token_ids,
-            sequence.most_cached_tokens,
-            # Log-probabilities of the prompt need all its rows computed.
-            use_prefix=sequence.params.prompt_logprobs is None,
-        )
-        if sequence.sampling is not None:
-            self._sampling = self._sampler.assign(self._sampling, slot, sequence.sampling)
+        sequence = _continuation(chunk)
+        if chunk.is_first and sequence.sampling is not None:
+            self._sampling = self._sampler.assign(
+                self._sampling, chunk.slot, sequence.sampling, sequence.output_ids
+            )
+        self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
 
-    def close(self, slot: int, sequence: Continuation) -> None:
-        """Ends a sequence; its pages may serve others."""
-        sequence.cache_counters = self.cache.close(slot)
-
-    def prefill(self, slot: int, sequence: Continuation) -> tuple[int, TokenLogprobs | None]:
-        """Computes what is left of a prompt, a chunk a step, and returns the token that follows.
-
-        The log-probabilities of the prompt's tokens go to the sequence, if asked for.
-        """
-        wanted = sequence.params.prompt_logprobs
-        found: list[TokenLogprobs | None] = [None]
-        token_ids, done = sequence.token_ids, self.cache.length(slot)
-        while True:
-            rows = self._buckets.chunk(len(token_ids) - done)
-            chunk = token_ids[done : done + rows]
-            output = self._append(slot, chunk, rows, all_logits=wanted is not None)
-            is_last = done + len(chunk) == len(token_ids)
-            self.cache.advance(slot, chunk, prompt_complete=is_last)
-            logits = output.logits
-            if wanted is not None:
-                following = token_ids[done + 1 : done + len(chunk) + 1]
-                found += self._logprobs(logits[0], following, [wanted] * len(following))
-                logits = logits[:, len(chunk) - 1]
-            done += len(chunk)
-            if is_last:
-                break
-        if wanted is not None:
-            sequence.prompt_logprobs = found
+    def launch_prefill(self, chunk: PrefillChunk) -> Launched:
+        """Appends a chunk, which is prepared, to its sequence; the last one chooses a token."""
+        sequence, slot = _continuation(chunk), chunk.slot
         slots = np.array([slot], np.int32)
-        return self._choose({slot: sequence}, slots, logits, output.next_token)[0]
+        rows = fit(self.buckets.rows, len(chunk.token_ids))
+        token_ids = np.zeros((1, rows), np.int32)
+        token_ids[0, : len(chunk.token_ids)] = chunk.token_ids
+        context = self.buckets.prefill_context(rows, len(self.cache.pages_of(slot)))
+        output = self._prefill(slots, len(chunk.token_ids), token_ids, context)
+        scores = None
+        if sequence.scores_prompt:
+            scores = self._score_prompt(sequence, chunk, output.hidden)
+        if chunk.is_last:
+            launched = self._choose([sequence], slots, output.logits, output.next_token)
+        else:
+            # Its greedy choice, which nobody wants, tells when it is done.
+            output.next_token.copy_to_host_async()
+            launched = Launched([sequence], output.next_token, None, self._decode_token, False)
+        return dataclasses.replace(launched, _start=chunk.start, _prompt_scores=scores)
 
-    def _append(
-        self, slot: int, token_ids: list[int], rows: int, *, all_logits: bool
+    def launch_decode(self, batch: Mapping[int, Continuation]) -> Launched:
+        """Appends the last chosen token of the sequence in each slot, and chooses the next ones."""
+        slots = _nobody(fit(self.buckets.sequences, len(batch)))
+        slots[: len(batch)] = list(batch)
+        self.cache.prepare(dict.fromkeys(batch, 1))
+        most_pages = max(len(self.cache.pages_of(slot)) for slot in batch)
+        output = self._decode(slots, fit(self.buckets.context_pages, most_pages))
+        return self._choose(list(batch.values()), slots, output.logits, output.next_token)
+
+    def _prefill(
+        self, slots: np.ndarray, num_rows: int, token_ids: np.ndarray, context_pages: int
     ) -> StepOutput:
-        padded = np.zeros((1, rows), np.int32)
-        padded[0, : len(token_ids)] = token_ids
-        self.cache.prepare({slot: len(token_ids)}, staging=True)
-        batch = PrefillBatch(
-            jnp.array([slot], jnp.int32),
-            jnp.array([len(token_ids)], jnp.int32),
-            jnp.asarray(padded),
-        )
+        counts = np.array([num_rows], np.int32)
         output, self.cache.device.store, self.cache.device.sequences = self._steps.prefill(
             self.params,
             self.cache.device.store,
             self.cache.device.sequences,
-            batch,
-            context_pages=self._context_pages([slot]),
-            all_logits=all_logits,
+            PrefillBatch(*jax.device_put((slots, counts, token_ids))),
+            context_pages=context_pages,
         )
         return output
 
-    def decode(
-        self, sequences: Mapping[int, Continuation]
-    ) -> list[tuple[int, TokenLogprobs | None]]:
-        """Appends the last chosen token of the sequence in each slot, and returns the next ones."""
-        slots = np.full(fit(self._buckets.sequences, len(sequences)), -1, np.int32)
-        slots[: len(sequences)] = list(sequences)
-        self.cache.prepare(dict.fromkeys(sequences, 1))
+    def _decode(self, slots: np.ndarray, context_pages: int) -> StepOutput:
         output, self.cache.device.store, self.cache.device.sequences = self._steps.decode(
             self.params,
             self.cache.device.store,
             self.cache.device.sequences,
-            jnp.asarray(slots),
-            context_pages=self._context_pages(list(sequences)),
+            jax.device_put(slots),
+            context_pages=context_pages,
         )
-        for slot, sequence in sequences.items():
-            self.cache.advance(slot, sequence.output_ids[-1:])
-        return self._choose(sequences, slots, output.logits, output.next_token)
+        return output
 
     def _choose(
         self,
-        sequences: Mapping[int, Continuation],
+        sequences: Sequence[Continuation],
         slots: np.ndarray,
         logits: jax.Array,
         greedy: jax.Array,
-    ) -> list[tuple[int, TokenLogprobs | None]]:
+    ) -> Launched:
         """The next token of each sequence: the step's own greedy choice, or the sampler's."""
-        chosen = greedy
-        sampled = np.full_like(slots, -1)
-        for row, (slot, sequence) in enumerate(sequences.items()):
+        chosen, sampled = greedy, _nobody(len(slots))
+        for row, sequence in enumerate(sequences):
             if sequence.sampling is not None:
-                sampled[row] = slot
+                sampled[row] = slots[row]
         if np.any(sampled >= 0):
-            drawn, self._sampling, self.cache.device.sequences = self._sampler.sample(
-                self._sampling, self.cache.device.sequences, jnp.asarray(sampled), logits
-            )
-            chosen = jnp.where(sampled >= 0, drawn, greedy)
-        tokens = np.asarray(chosen)[: len(sequences)].tolist()
-        wanted = [sequence.params.logprobs for sequence in sequences.values()]
-        return list(zip(tokens, self._logprobs(logits, tokens, wanted), strict=True))
+            chosen = self._sample(sampled, logits, greedy)
+        scores = self._score(
+            logits, chosen, None, [sequence.params.logprobs for sequence in sequences]
+        )
+        chosen.copy_to_host_async()
+        return Launched(list(sequences), chosen, scores, self._decode_token)
 
-    def _logprobs(
-        self, logits: jax.Array, tokens: list[int], wanted: list[int | None]
-    ) -> list[TokenLogprobs | None]:
+    def _sample(self, slots: np.ndarray, logits: jax.Array, greedy: jax.Array) -> jax.Array:
+        chosen, self._sampling, self.cache.device.sequences = self._sampler.sample(
+            self._sampling, self.cache.device.sequences, jax.device_put(slots), logits, greedy
+        )
+        return chosen
+
+    def _score_prompt(
+        self, sequence: Continuation, chunk: PrefillChunk, hidden: jax.Array
+    ) -> tuple[_Scores, ...]:
+        """Log-probabilities of the tokens after each row of a chunk."""
+        first, last = chunk.start + 1, chunk.start + len(chunk.token_ids) + 1
+        following, size = sequence.token_ids[first:last], self._scored_rows
+        found = []
+        for start in range(0, len(following), size):
+            tokens = following[start : start + size]
+            padded = np.zeros(size, np.int32)
+            padded[: len(tokens)] = tokens
+            logits = self._head(hidden, start)
+            wanted = [sequence.params.prompt_logprobs] * len(tokens)
+            scores = self._score(logits, jax.device_put(padded), tokens, wanted)
+            assert scores is not None
+            if scores.found.token_ids.shape[1] > MAX_LOGPROBS:
+                # A long prompt's whole distributions would fill the device.
+                scores = dataclasses.replace(scores, found=jax.device_get(scores.found))
+            found.append(scores)
+        return tuple(found)
+
+    def _head(self, hidden: jax.Array, start: int) -> jax.Array:
+        """Logits of some rows of a prefill step, from `start` on."""
+        rows = _rows_from(hidden, np.int32(start), self._scored_rows)
+        return self._steps.head(self.params, rows)
+
+    def _score(
+        self,
+        logits: jax.Array,
+        chosen: jax.Array,
+        tokens: Sequence[int] | None,
+        wanted: Sequence[int | None],
+    ) -> _Scores | None:
         """Log-probabilities of a token a row, with as many of the best as each row wants."""
         counts = [self.config.vocab_size if count == -1 else count for count in wanted]
         given = [count for count in counts if count is not None]
         if not given:
-            return [None] * len(tokens)
-        most = fit((min(MAX_LOGPROBS, self.config.vocab_size), self.config.vocab_size), max(given))
-        padded = np.zeros(logits.shape[0], np.int32)
-        padded[: len(tokens)] = tokens
-        found = jax.device_get(top_logprobs(logits, jnp.asarray(padded), count=most))
-        return [
-            None
-            if count is None
-            else TokenLogprobs(
-                token,
-                float(found.chosen[row]),
-                int(found.rank[row]),
-                found.token_ids[row, :count],
-                found.logprobs[row, :count],
-                self._decode_token,
-            )
-            for row, (token, count) in enumerate(zip(tokens, counts, strict=True))
-        ]
+            return None
+        found = top_logprobs(logits, chosen, count=fit(self._scored_counts, max(given)))
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        return _Scores(found, tokens, counts)
 
-    def _context_pages(self, slots: list[int]) -> int:
-        most_pages = max(len(self.cache.pages_of(slot)) for slot in slots)
-        return fit(self._buckets.context_pages, most_pages)
+    @property
+    def _scored_rows(self) -> int:
+        return min(_SCORED_ROWS, self.buckets.rows[-1])
+
+    @property
+    def _scored_counts(self) -> tuple[int, ...]:
+        """How many of the best tokens are found: as many as may be asked for, or all."""
+        vocab_size = self.config.vocab_size
+        return tuple(sorted({min(MAX_LOGPROBS, vocab_size), vocab_size}))
+
+
+def _nobody(count: int) -> np.ndarray:
+    """Slots of groups that are padding."""
+    return np.full(count, -1, np.int32)
+
+
+def _continuation(chunk: PrefillChunk) -> Continuation:
+    assert isinstance(chunk.sequence, Continuation)
+    return chunk.sequence
+
+
+@partial(jax.jit, static_argnums=2)
+def _rows_from(
+    hidden: Float[Array, "1 rows width"], first: Int[Array, ""], size: int
+) -> Float[Array, "size width"]:
+    """`size` rows from `first` on, zeros beyond the last."""
+    padded = jnp.pad(hidden[0], ((0, size), (0, 0)))
+    return lax.dynamic_slice_in_dim(padded, first, size)
+
+
+def _fetched(
+    scores: _Scores | None, chosen: Sequence[int], decode: Callable[[int], str] | None
+) -> list[TokenLogprobs | None]:
+    if scores is None:
+        return [None] * len(chosen)
+    found = jax.device_get(scores.found)
+    tokens = chosen if scores.tokens is None else scores.tokens
+    return [
+        None
+        if count is None
+        else TokenLogprobs(
+            token,
+            float(found.chosen[row]),
+            int(found.rank[row]),
+            found.token_ids[row, :count],
+            found.logprobs[row, :count],
+            decode,
+        )
+        for row, (token, count) in enumerate(zip(tokens, scores.counts, strict=True))
+    ]

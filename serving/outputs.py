@@ -97,7 +97,7 @@ class RequestOutput:
             for; None for the first token, which nothing precedes.
         outputs: continuations.
         finished: nothing will be added.
-        error: why the request was refused, with no outputs then; else None.
+        error: why the request was refused or failed, with no outputs then; else None.
         cache_counters: what the cache did for the continuations that are done.
     """
 
@@ -114,3 +114,8 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the cache, over all continuations."""
         return self.cache_counters.cached_tokens
+
+
+def failed_output(request_id: str, error: str) -> RequestOutput:
+    """The output of a request that was refused or failed."""
+    return RequestOutput(request_id, None, [], None, [], finished=True, error=error)

@@ -63,8 +63,6 @@ class PrefixTransfer:
             unknown = token_ids[(token_ids < 0) | (token_ids >= self._runner.config.vocab_size)]
             if unknown.size:
                 raise PrefixFileError(f"{path} has the token {unknown[0]}, which the model has not")
-            if not self._runner.usable:
-                self._runner.reset()
             try:
                 with PrefixImport(self._runner.cache, token_ids.tolist()) as prefix:
                     for rows, keys in reader.blocks(with_mtp=self._description.num_mtp_layers > 0):

@@ -1,10 +1,18 @@
 """A request and its continuations, from prompt to output."""
 
 import dataclasses
+import time
+from collections.abc import Sequence
 
 from kvcache import CacheCounters
 from serving.output_text import OutputText
-from serving.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from serving.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    TokenLogprobs,
+    failed_output,
+)
 from serving.sampling.state import SlotSampling
 from serving.sampling_params import SamplingParams
 
@@ -20,12 +28,14 @@ class Continuation:
         stop_ids: ids that end the output.
         sampling: what the sampler needs to know, None for plain greedy decoding.
         text: its text, or None without a tokenizer or `detokenize`.
+        priority: higher goes first.
         prompt_logprobs: what the prompt's tokens had; filled while the prompt is computed.
         output_ids: generated so far.
         logprobs: of each of them, if asked for.
         finish_reason: set when it is done.
         stop_reason: the stop id or text that ended it; None for an end-of-sequence id.
         cache_counters: what the cache did for it; filled when it is done.
+        last_token_at: when its last token became known, by `time.monotonic`.
     """
 
     token_ids: list[int]
@@ -34,17 +44,38 @@ class Continuation:
     stop_ids: frozenset[int]
     sampling: SlotSampling | None
     text: OutputText | None
+    priority: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cache_counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
+    last_token_at: float | None = None
 
     @property
-    def most_cached_tokens(self) -> int:
-        """Tokens that can need a row: the last one generated needs none."""
-        return len(self.token_ids) + self.max_tokens - 1
+    def finished(self) -> bool:
+        """Whether it wants no more tokens."""
+        return self.finish_reason is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        known = len(self.prompt_logprobs or ())
+        return self.params.prompt_logprobs is not None and known < len(self.token_ids)
+
+    @property
+    def reuse_prefix(self) -> bool:
+        """Whether cached rows may stand for computed ones."""
+        return not self.scores_prompt
+
+    def accept_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Takes what the prompt's tokens after place `start` had, one chunk after another; place 0
+        begins anew."""
+        if self.prompt_logprobs is None or start == 0:
+            self.prompt_logprobs = [None]
+        assert len(self.prompt_logprobs) == start + 1, "a chunk is missing"
+        self.prompt_logprobs += logprobs
 
     def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Takes the next token and decides whether it is the last."""
@@ -94,19 +125,25 @@ class Request:
     """What a caller asked for.
 
     Attributes:
-        request_id: its name within the LLM.
+        request_id: its name within the engine.
         prompt: the prompt's text, or None where only ids were given.
         continuations: one for each of `SamplingParams.n`.
+        arrival: when it came, by `time.monotonic`.
+        error: what it failed with, or None.
+        step_failed: whether that was the engine's failure and not its own.
     """
 
     request_id: str
     prompt: str | None
     continuations: list[Continuation]
+    arrival: float = dataclasses.field(default_factory=time.monotonic)
+    error: Exception | None = None
+    step_failed: bool = False
 
     @property
     def finished(self) -> bool:
         """Whether every continuation is done."""
-        return all(part.finish_reason is not None for part in self.continuations)
+        return all(part.finished for part in self.continuations)
 
     @property
     def num_output_tokens(self) -> int:
@@ -114,7 +151,10 @@ class Request:
         return sum(len(part.output_ids) for part in self.continuations)
 
     def output(self) -> RequestOutput:
-        """What there is so far."""
+        """What there is so far; nothing but the error if it failed."""
+        if self.error is not None:
+            message = str(self.error) or type(self.error).__name__
+            return failed_output(self.request_id, message)
         first = self.continuations[0]
         return RequestOutput(
             request_id=self.request_id,

@@ -59,12 +59,16 @@ class RequestReader:
     device_pages: int
     host_pages: int
 
-    def read(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """The request for a prompt.
+    def read(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> Request:
+        """The request for a prompt. Any thread may call it.
 
         Raises:
             ValueError, TypeError: something is refused.
         """
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority must be an integer, got {priority!r}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"parameters must be SamplingParams, got {type(params).__name__}")
         text, token_ids = self._token_ids(prompt)
@@ -84,7 +88,7 @@ class RequestReader:
             )
         self._check_pages(len(token_ids), max_tokens, params)
         parts = [
-            self._continuation(token_ids, _numbered(params, number), max_tokens)
+            self._continuation(token_ids, _numbered(params, number), max_tokens, priority)
             for number in range(params.n)
         ]
         return Request(request_id, text, parts)
@@ -160,7 +164,7 @@ class RequestReader:
         return eos | frozenset(params.stop_token_ids or ())
 
     def _continuation(
-        self, token_ids: list[int], params: SamplingParams, max_tokens: int
+        self, token_ids: list[int], params: SamplingParams, max_tokens: int, priority: int
     ) -> Continuation:
         text = None
         if self.tokenizer is not None and params.detokenize:
@@ -178,6 +182,7 @@ class RequestReader:
             stop_ids,
             self._sampling(token_ids, params, stop_ids),
             text,
+            priority,
         )
 
     def _sampling(

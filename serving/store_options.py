@@ -1,9 +1,9 @@
-"""How large the KV store is: what the options of an `LLM` come to on a machine."""
+"""How large the KV store is: what the options of an engine come to on a machine."""
 
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -18,18 +18,17 @@ from pallas_kernels.host_memory import (
     reserve_host_memory,
 )
 from pallas_kernels.ring_copy import unsupported_rows
-from serving.engine_options import check_count
+from serving.engine_options import EngineOptions, KVPolicy, check_count
 
 logger = logging.getLogger(__name__)
 
-KVPolicy = Literal["hybrid", "resident"]
-
-MEMORY_FRACTION = 0.92
+_POLICIES = ("hybrid", "resident", "swap")
 _MOST_HOST_GIB = 1 << 20
 _CPU_BYTES = 1 << 30  # of a store on a CPU, in each tier
 _MEMORY_INFO, _FREE = Path("/proc/meminfo"), "MemAvailable:"
 _HOST_SHARE = 0.5  # of the free host memory, for the host tier of accelerators
 _HOT_SELECTIONS = 4  # selections that a sequence's hot rows hold
+_WITHOUT_HOT_ROWS = ("resident", "swap")
 _LEASE_SHARE = 4  # hot rows of a sequence, and staging, take at most this part of the device pages
 FEWEST_DEVICE_PAGES = 4
 """With a host tier: two newest pages of a sequence, and two for its next step."""
@@ -42,7 +41,7 @@ class StoreOptions:
     Attributes:
         device_pages: pages on the devices.
         host_memory_gib: host memory for pages that leave the devices, all devices together.
-        kv_policy: "hybrid" moves pages to host memory when room runs short, "resident" never does.
+        kv_policy: see `EngineOptions`.
         hot_rows: rows of such pages that a sequence keeps on each device.
         memory_fraction: share of each device's memory for weights and store.
         free_host_bytes: host memory that is free before the weights are read.
@@ -63,17 +62,28 @@ class StoreOptions:
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value)
-        if self.kv_policy not in ("hybrid", "resident"):
-            raise ValueError(f"kv_policy must be 'hybrid' or 'resident', got {self.kv_policy!r}")
+        if self.kv_policy not in _POLICIES:
+            raise ValueError(f"kv_policy must be one of {_POLICIES}, got {self.kv_policy!r}")
         _check_number("memory_fraction", self.memory_fraction, 0, 1)
         if self.host_memory_gib is not None:
             _check_number("host_memory_gib", self.host_memory_gib, 0, _MOST_HOST_GIB)
-        for name in ("host_memory_gib", "hot_rows"):
+        for name, policies in (("host_memory_gib", ["resident"]), ("hot_rows", _WITHOUT_HOT_ROWS)):
             value = getattr(self, name)
-            if value is not None and self.kv_policy == "resident":
-                raise ValueError(f"{name} {value} has no use with kv_policy 'resident'")
+            if value is not None and self.kv_policy in policies:
+                raise ValueError(f"{name} {value} has no use with kv_policy {self.kv_policy!r}")
         if self.hot_rows is not None and self.hot_rows > MAX_HOT_ROWS:
             raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> "StoreOptions":
+        """The part of an engine's options that concerns the store, and memory as it is now."""
+        return cls(
+            device_pages=options.device_pages,
+            host_memory_gib=options.host_memory_gib,
+            kv_policy=options.kv_policy,
+            hot_rows=options.hot_rows,
+            memory_fraction=options.memory_fraction,
+        )
 
     def reserve_host_memory(self) -> None:
         """Has jax pin as much host memory as the store may take, which it does only if it uses no
@@ -104,8 +114,8 @@ def resolve_geometry(
     needed = one_page.max_sequences * one_page.max_pages_per_sequence
     platform = mesh.devices.flat[0].platform
     on_cpu = platform == "cpu"
-    if options.kv_policy == "hybrid" and not on_cpu:
-        _check_kernels(one_page, platform)
+    if options.kv_policy != "resident" and not on_cpu:
+        _check_kernels(one_page, platform, options.kv_policy)
     host_bytes = _host_bytes(options, on_cpu)
     if options.host_memory_gib is None and not on_cpu and host_bytes > pinnable_bytes():
         host_bytes = pinnable_bytes()
@@ -138,7 +148,8 @@ def resolve_geometry(
         )
     geometry = dataclasses.replace(one_page, device_pages=device_pages)
     if host_pages:
-        geometry = _with_host_tier(geometry, host_pages, options.hot_rows, index_topk)
+        hot_rows = 1 if options.kv_policy == "swap" else options.hot_rows
+        geometry = _with_host_tier(geometry, host_pages, hot_rows, index_topk)
         if not on_cpu and geometry.host_bytes > pinnable_bytes():
             raise ValueError(
                 f"host_memory_gib {options.host_memory_gib} is more than the "
@@ -194,17 +205,17 @@ def _with_host_tier(
     )
 
 
-def _check_kernels(geometry: KVGeometry, platform: str) -> None:
+def _check_kernels(geometry: KVGeometry, platform: str, policy: KVPolicy) -> None:
     """Refuses a host tier whose rows no kernel can move."""
     if platform != "gpu":
         raise NotImplementedError(
-            f"kv_policy 'hybrid' has no kernels for {platform}: use kv_policy='resident'"
+            f"kv_policy {policy!r} has no kernels for {platform}: use kv_policy='resident'"
         )
     row = geometry.row_format
     unsupported = unsupported_rows(jax.ShapeDtypeStruct((row.width,), row.dtype))
     if unsupported:
         raise NotImplementedError(
-            f"kv_policy 'hybrid' has no kernels: {unsupported}: use another kv_cache_dtype or "
+            f"kv_policy {policy!r} has no kernels: {unsupported}: use another kv_cache_dtype or "
             "kv_policy='resident'"
         )
 

@@ -16,7 +16,7 @@ from glm53.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import DeviceState, KVCache, KVGeometry, KVStore
 from kvcache.host_tier import READS
 from pallas_kernels.row_format import RowKind
-from tests.support import Session
+from tests.support import Session, with_all_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,9 +186,9 @@ class CachedSession:
             self.cache.device.sequences,
             PrefillBatch(jnp.array(slots, jnp.int32), jnp.asarray(counts), jnp.asarray(token_ids)),
             context_pages=self.geometry.max_pages_per_sequence,
-            all_logits=True,
             trace=True,
         )
+        output = with_all_logits(self.steps, self.params, output)
         for slot, ids in tokens.items():
             self.cache.advance(slot, ids.tolist(), prompt_complete=complete)
         return output, dict(zip(READS, (self._reads() - before).tolist(), strict=True))

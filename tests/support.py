@@ -15,7 +15,7 @@ from glm53.kv_geometry import kv_geometry
 from glm53.model import abstract_model
 from glm53.presets import preset
 from glm53.sharding import make_mesh, parameter_shardings
-from glm53.steps import DraftOutput, PrefillBatch, StepOutput, compiled_steps
+from glm53.steps import DraftOutput, PrefillBatch, StepOutput, Steps, compiled_steps
 from kvcache import KVStore, PagePool, SequenceState
 from kvcache.sequence_state import assign_slot
 from pallas_kernels.row_format import RowKind
@@ -142,7 +142,7 @@ class Session:
         all_logits: bool = True,
         trace: bool = False,
     ) -> StepOutput:
-        """One prefill step for several slots."""
+        """One prefill step for several slots, with the logits [groups, rows, vocab] of all rows."""
         rows = rows or max(len(ids) for ids in tokens.values())
         groups = groups or len(tokens)
         slots = np.full(groups, -1, np.int32)
@@ -158,10 +158,9 @@ class Session:
             self.sequences,
             batch,
             context_pages=context_pages or self.geometry.max_pages_per_sequence,
-            all_logits=all_logits,
             trace=trace,
         )
-        return output
+        return with_all_logits(self.steps, self.params, output) if all_logits else output
 
     def decode(self, *slots: int, context_pages: int | None = None) -> StepOutput:
         """One decode step; -1 is padding."""
@@ -189,6 +188,13 @@ class Session:
         """Overrides the token that the next decode step appends."""
         last_token = self.sequences.last_token.at[slot].set(token)
         self.sequences = dataclasses.replace(self.sequences, last_token=last_token)
+
+
+def with_all_logits(steps: Steps, params: nnx.State, output: StepOutput) -> StepOutput:
+    """The output of a prefill with the logits of every row, not only of each group's last."""
+    *groups, width = output.hidden.shape
+    logits = steps.head(params, output.hidden.reshape(-1, width))
+    return dataclasses.replace(output, logits=logits.reshape(*groups, -1))
 
 
 def small_session(num_devices: int = 1, preset_name: str = "test-small", **options) -> Session:

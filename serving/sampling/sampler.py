@@ -1,9 +1,11 @@
 """The choice of the next token of each sequence, and the launch that makes it."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -67,21 +69,23 @@ def sample(
     sequences: SequenceState,
     slots: Int[Array, " groups"],
     logits: Float[Array, "groups vocab"],
+    greedy: Int[Array, " groups"],
 ) -> tuple[Int[Array, " groups"], SamplingState, SequenceState]:
     """Chooses the next token of sequences and records it.
 
     Args:
         state: of all slots; history, recent tokens and their number go on.
         sequences: of all slots; `last_token` becomes the chosen one.
-        slots: int32, all different; -1 is padding, which changes nothing.
+        slots: int32, all different; -1 keeps the greedy choice and changes nothing.
         logits: float32 after each sequence's last token.
+        greedy: int32, the step's own choice.
 
     Returns:
-        The tokens, int32 [groups], -1 for padding; the state; the sequences.
+        The tokens, int32 [groups]; the state; the sequences.
     """
     readable = jnp.maximum(slots, 0)
     rows = jax.tree.map(lambda array: array[readable], state)
-    tokens = jnp.where(slots >= 0, sample_rows(logits, rows), -1)
+    tokens = jnp.where(slots >= 0, sample_rows(logits, rows), greedy)
     target = jnp.where(slots >= 0, slots, len(state.num_output))
     recent = jnp.concatenate([rows.recent[:, 1:], tokens[:, None]], axis=1)
     state = dataclasses.replace(
@@ -97,8 +101,8 @@ def sample(
 class Sampler:
     """The compiled sampler of one vocabulary on one mesh.
 
-    `sample(state, sequences, slots, logits)` is the function of that name, jitted, with state and
-    sequences donated.
+    `sample(state, sequences, slots, logits, greedy)` is the function of that name, jitted, with
+    state and sequences donated.
     """
 
     def __init__(self, vocab_size: int, max_sequences: int, mesh: Mesh) -> None:
@@ -107,12 +111,29 @@ class Sampler:
         self.sample = jax.jit(sample, donate_argnums=(0, 1), out_shardings=everywhere)
         self._assign = jax.jit(assign_sampling, donate_argnums=0, out_shardings=everywhere)
 
-    def assign(self, state: SamplingState, slot: int, values: SlotSampling) -> SamplingState:
-        """Gives a slot to a new request; the state is donated.
+    def assign(
+        self,
+        state: SamplingState,
+        slot: int,
+        values: SlotSampling,
+        output_ids: Sequence[int] = (),
+    ) -> SamplingState:
+        """Gives a slot to a request; the state is donated.
+
+        Args:
+            state: of all slots.
+            slot: the slot.
+            values: how the request chooses its tokens.
+            output_ids: what it has chosen so far, in another slot.
 
         Raises:
             ValueError: there is no such slot, or a token id is not in the vocabulary.
         """
         if not 0 <= slot < self.max_sequences:
             raise ValueError(f"slot {slot} is not in 0..{self.max_sequences - 1} (max_sequences)")
-        return self._assign(state, jnp.int32(slot), values.as_state(self.vocab_size))
+        return self._assign(state, np.int32(slot), values.as_state(self.vocab_size, output_ids))
+
+    def warm_up(self, state: SamplingState) -> SamplingState:
+        """Compiles `assign` by an assignment to no slot; the state is donated."""
+        nobody = SlotSampling(seed=0).as_state(self.vocab_size)
+        return self._assign(state, np.int32(-1), nobody)

@@ -151,19 +151,23 @@ class SlotSampling:
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
 
-    def as_state(self, vocab_size: int) -> SamplingState:
-        """The state of one slot, at the start of the output.
+    def as_state(self, vocab_size: int, output_ids: Sequence[int] = ()) -> SamplingState:
+        """The state of one slot.
+
+        Args:
+            vocab_size: tokens of the model.
+            output_ids: the output so far, from which a sequence goes on as if it had never stopped.
 
         Raises:
             ValueError: a token id is not in the vocabulary.
         """
-        self._check_ids(vocab_size)
+        self._check_ids(vocab_size, output_ids)
 
         def float32(value: float) -> jax.Array:
-            return jnp.asarray(np.array([value], np.float32))
+            return jax.device_put(np.array([value], np.float32))
 
         def int32(values: int | Sequence[int] | np.ndarray) -> jax.Array:
-            return jnp.asarray(np.array([values], np.int32))
+            return jax.device_put(np.array([values], np.int32))
 
         bias = np.zeros((1, MAX_LOGIT_BIAS), np.float32)
         bias[0, : len(self.logit_bias)] = list(self.logit_bias.values())
@@ -174,6 +178,8 @@ class SlotSampling:
         ]
         history = np.zeros(vocab_size, np.int32)
         history[list(self.prompt_token_ids)] = PROMPT_MARK
+        np.add.at(history, list(output_ids), 1)
+        recent = list(output_ids[-(MAX_BAD_WORD_TOKENS - 1) :])
         return SamplingState(
             temperature=float32(self.temperature),
             top_p=float32(self.top_p),
@@ -182,20 +188,21 @@ class SlotSampling:
             presence_penalty=float32(self.presence_penalty),
             frequency_penalty=float32(self.frequency_penalty),
             top_k=int32(self.top_k),
-            key=jnp.asarray(_key_of(self.seed)[None]),
-            num_output=int32(0),
+            key=jax.device_put(_key_of(self.seed)[None]),
+            num_output=int32(len(output_ids)),
             min_tokens=int32(self.min_tokens),
             stop_ids=int32(_padded(self.stop_ids, MAX_STOP_IDS)),
             bias_ids=int32(_padded(list(self.logit_bias), MAX_LOGIT_BIAS)),
-            bias=jnp.asarray(bias),
-            allowed=jnp.asarray(_allowed_bits(self.allowed_token_ids, vocab_size)[None]),
+            bias=jax.device_put(bias),
+            allowed=jax.device_put(_allowed_bits(self.allowed_token_ids, vocab_size)[None]),
             bad_words=int32(np.array(words)),
-            recent=int32([-1] * (MAX_BAD_WORD_TOKENS - 1)),
+            recent=int32([-1] * (MAX_BAD_WORD_TOKENS - 1 - len(recent)) + recent),
             history=int32(history),
         )
 
-    def _check_ids(self, vocab_size: int) -> None:
+    def _check_ids(self, vocab_size: int, output_ids: Sequence[int]) -> None:
         named_ids = [
+            ("output_ids", output_ids),
             ("stop_ids", self.stop_ids),
             ("logit_bias", self.logit_bias),
             ("allowed_token_ids", self.allowed_token_ids or ()),
@@ -213,8 +220,11 @@ class SlotSampling:
 def assign_sampling(
     state: SamplingState, slot: Int[Array, ""], values: SamplingState
 ) -> SamplingState:
-    """Gives a slot to a new request, whose state is the one slot of `values`."""
-    return jax.tree.map(lambda array, value: array.at[slot].set(value[0]), state, values)
+    """Gives a slot to a new request, whose state is the one slot of `values`; -1 is no slot."""
+    slot = jnp.where(slot >= 0, slot, len(state.num_output))
+    return jax.tree.map(
+        lambda array, value: array.at[slot].set(value[0], mode="drop"), state, values
+    )
 
 
 def _check_count(name: str, count: int, limit: int, what: str) -> None:

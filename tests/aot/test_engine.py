@@ -127,7 +127,7 @@ def test_sampler() -> None:
     )
     logits = replicated(jax.ShapeDtypeStruct((slots, vocab), jnp.float32), MESH)
     sampler = Sampler(vocab, slots, MESH)
-    report = compiled(sampler.sample, state, SEQUENCES, integers(slots), logits)
+    report = compiled(sampler.sample, state, SEQUENCES, integers(slots), logits, integers(slots))
     arrays = jax.tree.leaves((state, SEQUENCES))
     assert report.aliased_bytes == sum(map(local_bytes, arrays))
     assert report.device.temp_bytes < 64 << 20

@@ -128,7 +128,7 @@ def run(steps: Steps, params: Any, state: State) -> tuple[list[StepOutput], Stat
     """Two steps of two rows for each of two sequences, and a group that is padding."""
     step = jax.jit(
         functools.partial(steps._sharded, steps._prefill),
-        static_argnames=("context_pages", "all_logits", "trace"),
+        static_argnames=("context_pages", "trace"),
         compiler_options={"xla_backend_optimization_level": 1},
     )
     outputs = []
@@ -138,9 +138,7 @@ def run(steps: Steps, params: Any, state: State) -> tuple[list[StepOutput], Stat
             jnp.array([2, 0, 2]),
             jnp.array([[7, 9], [0, 0], [11, 13]]) + turn,
         )
-        output, store, sequences = step(
-            params, *state, batch, context_pages=6, all_logits=True, trace=True
-        )
+        output, store, sequences = step(params, *state, batch, context_pages=6, trace=True)
         state = State(store, sequences)
         outputs.append(output)
     return outputs, state

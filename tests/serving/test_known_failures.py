@@ -22,7 +22,8 @@ from kvcache import KVCache, SimulatedDevice
 from kvcache.page_states import PageState
 from kvcache.prefix_transfer import PrefixImport, export_prefix
 from serving.buckets import Buckets
-from serving.model_runner import ModelRunner
+from serving.model_runner import Launched, ModelRunner
+from serving.scheduler import PrefillChunk
 from serving.store_options import most_step_rows
 from tests.support import golden_config
 from tests.toy_model import write_grouped_model
@@ -53,7 +54,7 @@ def engine(model: Path, **options: Any) -> LLM:
         tensor_parallel_size=2,
         **options,
     )
-    llm._runner._buckets = Buckets((PAGE,), (2,), (LONGEST // PAGE,))
+    llm._engine.runner.buckets = Buckets((PAGE,), (2,), (LONGEST // PAGE,), PAGE)
     return llm
 
 
@@ -67,14 +68,14 @@ def shared_engine(model: Path) -> LLM:
     """14 pages, 6 of them on the devices, where a sequence has up to 8; and fewer hot rows than a
     token selects."""
     llm = engine(model, device_pages=6, host_memory_gib=HOST_GIB, hot_rows=4)
-    assert llm._runner.geometry.num_pages == 14
+    assert llm._engine.runner.geometry.num_pages == 14
     return llm
 
 
 @pytest.fixture
 def spilling(shared_engine: LLM) -> LLM:
     """With nothing in its cache."""
-    cache = shared_engine._runner.cache
+    cache = shared_engine._engine.runner.cache
     while cache.index.evict(cache.tick()):
         pass
     assert cache.pool.num_free == cache.geometry.num_pages
@@ -109,21 +110,21 @@ def answers_between(
     for place, output in llm.generate_iter(prompts_of(token_ids), greedy(count), stream=True):
         found[place] = output.outputs[0].token_ids
         interfere()
-        llm._runner.cache.check_integrity()
+        llm._engine.runner.cache.check_integrity()
     assert_idle(llm)
     return [found[place] for place in range(len(token_ids))]
 
 
 def assert_idle(llm: LLM) -> None:
     """No page is in use and none is lost."""
-    cache = llm._runner.cache
+    cache = llm._engine.runner.cache
     cache.check_integrity()
     assert cache.pool.num_free + cache.pool.num_cached_only == cache.geometry.num_pages
 
 
 def push_out(llm: LLM) -> int:
     """Takes what is sealed off the device, as far as the host has room; returns the pages."""
-    residency = llm._runner.cache.residency
+    residency = llm._engine.runner.cache.residency
     for page in residency.droppable_in(PageState.DIRTY).tolist()[: residency.num_free_host]:
         residency.clean(page)
     dropped = residency.droppable_in(PageState.CLEAN).tolist()
@@ -134,13 +135,13 @@ def push_out(llm: LLM) -> int:
 
 def exported(llm: LLM, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Rows [tokens, layers, width] and index keys of a cached prefix."""
-    rows, keys = zip(*export_prefix(llm._runner.cache, token_ids), strict=True)
+    rows, keys = zip(*export_prefix(llm._engine.runner.cache, token_ids), strict=True)
     return np.concatenate(rows), np.concatenate(keys)
 
 
 def bring_in(llm: LLM, prefix: Prefix) -> None:
     token_ids, rows, keys = prefix
-    with PrefixImport(llm._runner.cache, token_ids) as arriving:
+    with PrefixImport(llm._engine.runner.cache, token_ids) as arriving:
         arriving.write(rows, keys)
         arriving.finish()
 
@@ -151,7 +152,7 @@ def test_each_layer_keeps_its_own_rows(resident: LLM, spilling: LLM) -> None:
     prompt = tokens(0, 900)
     assert answers(spilling, [prompt], 8) == answers(resident, [prompt], 8)
     push_out(spilling)
-    residency = spilling._runner.cache.residency
+    residency = spilling._engine.runner.cache.residency
     gone = residency.pages_in(PageState.HOST).tolist()
     assert len(gone) == 8
     assert sum(page != residency.host_place(page) for page in gone) > 4
@@ -203,7 +204,7 @@ def test_imports_while_decoding(resident: LLM, spilling: LLM) -> None:
 
 def test_a_full_pool_admits(resident: LLM, spilling: LLM) -> None:
     """A request refused although all pages, which hold others' rows, could be given up."""
-    cache = spilling._runner.cache
+    cache = spilling._engine.runner.cache
     answers(spilling, [tokens(seed, 600) for seed in range(30, 33)], 1)
     push_out(spilling)
     assert cache.pool.num_free <= 1
@@ -264,7 +265,7 @@ def test_rows_written_while_their_pages_leave(resident: LLM, spilling: LLM) -> N
 def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None:
     """A compiled step that goes on reading a row where it lay in the step before."""
     random, moved = np.random.default_rng(0), {"dropped": 0, "restored": 0, "leases": 0}
-    residency = spilling._runner.cache.residency
+    residency = spilling._engine.runner.cache.residency
 
     def move_pages() -> None:
         if random.random() < 0.5:
@@ -284,7 +285,7 @@ def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None
         assert answers_between(spilling, [prompt], 50, move_pages) == [answer]
     assert answers_between(spilling, prompts, 50, move_pages) == expected
     assert min(moved.values()) > 5, moved
-    compiled: Any = spilling._runner._steps.decode
+    compiled: Any = spilling._engine.runner._steps.decode
     assert compiled._cache_size() == 1
 
 
@@ -292,7 +293,7 @@ def test_each_read_is_counted_once(resident: LLM, spilling: LLM) -> None:
     """Reads counted for another request or tier, twice, for padding, or without a host tier."""
     prompts = [tokens(70, 900), tokens(71, 130), tokens(72, 20)]
     for llm in (resident, spilling):
-        geometry = llm._runner.geometry
+        geometry = llm._engine.runner.geometry
         outputs = llm.generate(prompts_of(prompts), greedy(10))
         for prompt, output in zip(prompts, outputs, strict=True):
             counters, positions = output.cache_counters, range(len(prompt) + 9)
@@ -311,8 +312,8 @@ def test_sizes(resident: LLM, spilling: LLM) -> None:
     """Pages counted a layer or a device too often or too seldom, or beyond what was allowed."""
     config, kept, store = (
         spilling.config,
-        resident._runner.cache.device.store,
-        spilling._runner.cache.device.store,
+        resident._engine.runner.cache.device.store,
+        spilling._engine.runner.cache.device.store,
     )
     row_bytes = 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
     page_bytes = config.num_hidden_layers * PAGE * row_bytes
@@ -337,7 +338,7 @@ def test_deleting_an_engine(model: Path) -> None:
     """A large host tier that keeps its memory, or takes long to give it back, when its engine is
     deleted in the middle of a request."""
     llm = LLM(model, max_num_seqs=256, device_pages=8, host_memory_gib=0.25)
-    store = llm._runner.cache.device.store
+    store = llm._engine.runner.cache.device.store
     assert store.host is not None
     assert store.host.slab.nbytes > 0.24 * 2**30
     slabs = [weakref.ref(store.slab), weakref.ref(store.host.slab)]
@@ -359,7 +360,7 @@ def test_requests_one_after_another(resident: LLM, spilling: LLM) -> None:
         for turn in range(32)
     ]
     expected = answers(resident, prompts, 4)
-    cache, cached = spilling._runner.cache, 0
+    cache, cached = spilling._engine.runner.cache, 0
     for prompt, answer in zip(prompts, expected, strict=True):
         (output,) = spilling.generate(prompts_of([prompt]), greedy(4))
         assert output.outputs[0].token_ids == answer
@@ -378,20 +379,20 @@ def test_long_requests_at_once(
     prompts = [tokens(seed, 580 + 20 * (seed - 120)) for seed in range(120, 124)]
     expected = [answers(resident, [prompt], 24)[0] for prompt in prompts]
     computed = []
-    append = ModelRunner._append
+    launch = ModelRunner.launch_prefill
 
-    def counting(self: ModelRunner, slot: int, token_ids: list[int], *args: Any, **kwargs: Any):
-        computed.append(len(token_ids))
-        return append(self, slot, token_ids, *args, **kwargs)
+    def counting(self: ModelRunner, chunk: PrefillChunk) -> Launched:
+        computed.append(len(chunk.token_ids))
+        return launch(self, chunk)
 
-    monkeypatch.setattr(ModelRunner, "_append", counting)
+    monkeypatch.setattr(ModelRunner, "launch_prefill", counting)
     assert answers(spilling, prompts, 24) == expected
     assert sum(computed) == sum(map(len, prompts))
 
 
 def test_requests_given_up(resident: LLM, spilling: LLM) -> None:
     """Pages, leases or pins kept for a request that its caller no longer wants."""
-    residency = spilling._runner.cache.residency
+    residency = spilling._engine.runner.cache.residency
     prompts = [tokens(seed, 600) for seed in range(130, 133)]
     for steps in (1, 2, 5):
         outputs = spilling.generate_iter(prompts_of(prompts), greedy(40), stream=True)

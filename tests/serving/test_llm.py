@@ -13,6 +13,7 @@ import pytest
 from glm53 import LLM, SamplingParams
 from glm53.checkpoint import CheckpointError
 from serving.model_runner import ModelRunner
+from serving.scheduler import Scheduler
 from tests.support import GOLDEN, golden_arrays
 
 # One bucket of rows, so that one prefill step is compiled.
@@ -27,7 +28,7 @@ def greedy(max_tokens: int | None = 16, **fields: Any) -> SamplingParams:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """The golden float32 model, with pages for two short sequences and no tokenizer."""
-    return LLM(GOLDEN / "tiny_f32", device_pages=9, kv_policy="resident", **SMALL)
+    return LLM(GOLDEN / "tiny_f32", device_pages=10, kv_policy="resident", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def ids(array: np.ndarray) -> dict:
 
 def assert_idle(llm: LLM) -> None:
     """No page is in use and none is lost."""
-    cache = llm._runner.cache
+    cache = llm._engine.runner.cache
     cache.check_integrity()
     assert cache.pool.num_free + cache.pool.num_cached_only == cache.geometry.num_pages
 
@@ -192,7 +193,7 @@ def test_bad_prompt_among_good_ones(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt, kind, message: str
 ) -> None:
     """A bad prompt is named by its place and refused before anything is computed."""
-    monkeypatch.setattr(ModelRunner, "open", lambda *_: pytest.fail("a prompt was started"))
+    monkeypatch.setattr(ModelRunner, "launch_prefill", lambda *_: pytest.fail("a prompt was begun"))
     good = {"prompt_token_ids": [1, 2, 3]}
     with pytest.raises(kind, match=rf"prompts\[1\].*{message}"):
         llm.generate([good, prompt, good], FREE)
@@ -217,7 +218,7 @@ def test_prompts_that_are_no_list(llm: LLM) -> None:
 @pytest.mark.usefixtures("as_a_user")
 def test_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A format that does not fit the model costs no loading."""
-    monkeypatch.setattr("serving.llm.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("serving.engine.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="max_model_len"):
         LLM(GOLDEN / "tiny_f32", max_model_len=10**6)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
@@ -243,20 +244,21 @@ def test_what_is_done_stays_cached_until_the_step_ends(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of a prompt that the step's other sequences take before its caller can export them."""
-    golden, calls = golden_arrays("tiny_f32"), []
+    golden, calls, finish = golden_arrays("tiny_f32"), [], Scheduler.finish
 
     def record(name: str) -> None:
         method = getattr(ModelRunner, name)
         monkeypatch.setattr(ModelRunner, name, lambda *args: calls.append(name) or method(*args))
 
-    record("decode")
-    record("close")
+    record("launch_decode")
+    monkeypatch.setattr(Scheduler, "finish", lambda *args: calls.append("finish") or finish(*args))
     iterator = llm.generate_iter(ids(golden["p0_ids"]), FREE, stream=True)
     with contextlib.closing(iterator):  # pyright: ignore[reportArgumentType]
         next(iterator)
         calls.clear()
         llm.generate(ids(golden["p1_ids"]), greedy(1))
-        assert calls == ["decode", "close"]
+        assert calls[-2:] == ["launch_decode", "finish"]
+        assert calls.count("finish") == 1
     assert_idle(llm)
 
 
@@ -300,11 +302,12 @@ BAD_ARGUMENTS = [
     ({"max_model_len": 0}, "max_model_len"),
     ({"max_num_seqs": 0}, "max_num_seqs"),
     ({"max_num_seqs": None}, "max_num_seqs"),
-    ({"max_num_batched_tokens": None}, "max_num_batched_tokens"),
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
     ({"tensor_parallel_size": None}, "tensor_parallel_size"),
     ({"device_pages": -1}, "device_pages"),
     ({"device_pages": 3}, "device_pages must be at least 4.*kv_policy='resident'"),
-    ({"kv_policy": "swap"}, "kv_policy.*'swap'"),
+    ({"kv_policy": "spill"}, "kv_policy.*'spill'"),
+    ({"kv_policy": "swap", "hot_rows": 64}, "hot_rows 64.*'swap'"),
     ({"kv_policy": "resident", "host_memory_gib": 1}, "host_memory_gib 1.*'resident'"),
     ({"host_memory_gib": 0}, "host_memory_gib"),
     ({"host_memory_gib": float("inf")}, "host_memory_gib"),
@@ -362,7 +365,7 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
     """An error in the middle of a batch is raised, and the next batch runs on an empty store."""
     golden = golden_arrays("tiny_f32")
     prompt = ids(golden["p0_ids"])
-    decode, calls = ModelRunner.decode, []
+    decode, calls = ModelRunner.launch_decode, []
 
     def failing(self, sequences):
         calls.append(sequences)
@@ -370,7 +373,7 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
             raise RuntimeError("out of memory")
         return decode(self, sequences)
 
-    monkeypatch.setattr(ModelRunner, "decode", failing)
+    monkeypatch.setattr(ModelRunner, "launch_decode", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.generate([prompt, prompt], FREE)
     monkeypatch.undo()
@@ -382,8 +385,8 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "part",
     [
-        "kvcache.kv_cache.KVStore",
-        "kvcache.kv_cache.SequenceState",
+        "kvcache.device_state.KVStore",
+        "kvcache.device_state.SequenceState",
         "serving.model_runner.SamplingState",
     ],
 )
@@ -395,7 +398,7 @@ def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str
     def fail(*_, **__) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(ModelRunner, "decode", fail)
+    monkeypatch.setattr(ModelRunner, "launch_decode", fail)
     monkeypatch.setattr(f"{part}.create", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         llm.generate(prompt, FREE)

@@ -23,10 +23,11 @@ def llm(tiny_llm: LLM) -> LLM:
 def idle(llm: LLM):
     """After every test no page is in use and none is lost."""
     yield
-    cache = llm._runner.cache
+    cache = llm._engine.runner.cache
     cache.check_integrity()
     assert cache.pool.num_free + cache.pool.num_cached_only == cache.geometry.num_pages
-    assert len(llm._loop._free_slots) == 4
+    assert len(llm._engine.scheduler) == llm._engine.scheduler.num_running == 0
+    llm._engine.scheduler.check_integrity()
 
 
 def tokens(output: RequestOutput) -> list[list[int]]:
@@ -70,7 +71,7 @@ def test_more_continuations_than_slots(llm: LLM) -> None:
 
 def test_the_model_says_how_to_sample(llm: LLM) -> None:
     """What is left out is the model's top_p of 0.95, and what is said is not overridden."""
-    assert llm._reader.generation_config.sampling == {"temperature": 1.0, "top_p": 0.95}
+    assert llm._engine.reader.generation_config.sampling == {"temperature": 1.0, "top_p": 0.95}
     seeds: list[dict[str, Any]] = [
         dict(seed=seed, max_tokens=24, ignore_eos=True) for seed in range(4)
     ]
@@ -130,7 +131,7 @@ def test_min_tokens(llm: LLM) -> None:
     assert plain.outputs[0].finish_reason == "stop"
     (longer,) = llm.generate(prompt, SamplingParams(min_tokens=length + 5, **greedy))
     assert len(tokens(longer)[0]) >= length + 5
-    assert not llm._reader.eos_token_ids & set(tokens(longer)[0][: length + 4])
+    assert not llm._engine.reader.eos_token_ids & set(tokens(longer)[0][: length + 4])
     (exact,) = llm.generate(prompt, SamplingParams(min_tokens=length - 1, **greedy))
     assert tokens(exact) == tokens(plain)
     (stopped,) = llm.generate(prompt, SamplingParams(stop="code", **greedy))
@@ -142,7 +143,7 @@ def test_min_tokens(llm: LLM) -> None:
 
 def test_allowed_tokens_that_only_stop(llm: LLM) -> None:
     """min_tokens would leave nothing to generate: refused."""
-    eos = sorted(llm._reader.eos_token_ids)
+    eos = sorted(llm._engine.reader.eos_token_ids)
     with pytest.raises(ValueError, match="allowed_token_ids are all stop ids"):
         llm.generate(PROMPT, SamplingParams(allowed_token_ids=eos, min_tokens=2))
 
@@ -157,7 +158,7 @@ def test_ids_beyond_the_vocabulary(llm: LLM, field: str) -> None:
 
 def test_more_bias_than_a_slot_holds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of the sampler are refused before anything is computed."""
-    monkeypatch.setattr(ModelRunner, "open", lambda *_: pytest.fail("a prompt was started"))
+    monkeypatch.setattr(ModelRunner, "launch_prefill", lambda *_: pytest.fail("a prompt was begun"))
     params = SamplingParams(logit_bias={token: 1.0 for token in range(1025)})
     with pytest.raises(ValueError, match=r"logit_bias has 1025 tokens, the limit is 1024"):
         llm.generate(["fine", PROMPT], [SamplingParams(), params])
@@ -308,7 +309,7 @@ def test_bad_conversations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.context() as patch,
         pytest.raises(ValueError, match=r"conversations\[1\]: .*role"),
     ):
-        patch.setattr(ModelRunner, "open", lambda *_: pytest.fail("a prompt was started"))
+        patch.setattr(ModelRunner, "launch_prefill", lambda *_: pytest.fail("a prompt was begun"))
         llm.chat([[QUESTION], bad])
     good, refused = llm.chat([[QUESTION], bad], SamplingParams(max_tokens=2), on_error="return")
     assert good.error is None

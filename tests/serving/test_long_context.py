@@ -32,10 +32,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def import_random_rows(llm: LLM, token_ids: list[int]) -> None:
     """Fills the cache with a prefix of whole pages: rows of no model, the same at every call."""
-    geometry, random = llm._runner.geometry, np.random.default_rng(0)
+    geometry, random = llm._engine.runner.geometry, np.random.default_rng(0)
     layers = (geometry.num_layers, geometry.row_format.width)
     index_layers = (geometry.num_index_layers, geometry.index_row_format.width)
-    with PrefixImport(llm._runner.cache, token_ids) as prefix:
+    with PrefixImport(llm._engine.runner.cache, token_ids) as prefix:
         for start in range(0, len(token_ids), 4096):
             count = min(4096, len(token_ids) - start)
             prefix.write(
@@ -54,7 +54,7 @@ def continue_imported(model: Path, **options: Any) -> tuple[list[int], float | N
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
     (output,) = llm.generate({"prompt_token_ids": prompt}, params)
     assert output.num_cached_tokens == whole_pages
-    llm._runner.cache.check_integrity()
+    llm._engine.runner.cache.check_integrity()
     (completion,) = output.outputs
     return completion.token_ids, completion.cumulative_logprob, output.cache_counters
 
@@ -92,8 +92,8 @@ def reader(model: str | Path, **options: Any) -> LLM:
         model, max_model_len=16_640, max_num_seqs=1, max_num_batched_tokens=STEP_ROWS, **options
     )
     # One shape of each step.
-    pages = llm._runner.geometry.max_pages_per_sequence
-    llm._runner._buckets = Buckets((STEP_ROWS,), (1,), (pages,))
+    pages = llm._engine.runner.geometry.max_pages_per_sequence
+    llm._engine.runner.buckets = Buckets((STEP_ROWS,), (1,), (pages,), 64)
     return llm
 
 
@@ -105,7 +105,7 @@ def test_long_prompt(toy: Path) -> None:
     for options in ({"kv_policy": "resident"}, {"device_pages": 12}):
         llm = reader(toy, **options)
         (output,) = llm.generate({"prompt_token_ids": prompt}, params)
-        llm._runner.cache.check_integrity()
+        llm._engine.runner.cache.check_integrity()
         found.append((output.outputs[0].token_ids, output.outputs[0].cumulative_logprob))
     assert found[0] == found[1]
     assert len(set(found[0][0])) > 10
@@ -126,4 +126,4 @@ def test_facts_of_a_document(document: str) -> None:
         assert num_tokens >= 20 * 64 * FEW_PAGES
         assert (found.num_cached_tokens > 0.98 * num_tokens) == (number > 0)
         assert read_elsewhere(found.cache_counters) > 0.5
-    spilling._runner.cache.check_integrity()
+    spilling._engine.runner.cache.check_integrity()

@@ -28,7 +28,7 @@ def prompt_of(length: int) -> list[int]:
 def answer(llm: LLM, token_ids: list[int]) -> tuple[list[int], int]:
     """The answer to a prompt, and how much of the prompt was found in the cache."""
     (output,) = llm.generate({"prompt_token_ids": token_ids}, GREEDY)
-    llm._runner.cache.check_integrity()
+    llm._engine.runner.cache.check_integrity()
     return output.outputs[0].token_ids, output.num_cached_tokens
 
 
@@ -58,7 +58,7 @@ def test_continues_as_in_one_process(
     expected, _ = answer(resident, prompt)
     for other in (spilling, two_devices):
         assert other.import_prefix(path) == length
-        other._runner.cache.check_integrity()
+        other._engine.runner.cache.check_integrity()
         found, cached = answer(other, prompt)
         assert cached == length - 1
         assert found == expected
@@ -70,7 +70,7 @@ def test_from_host_memory_to_another_process(
     """Rows that were in host memory when they were exported."""
     prompt, path = prompt_of(449), tmp_path / "prefix"
     spilling.export_prefix({"prompt_token_ids": prompt}, path)
-    residency = spilling._runner.cache.residency
+    residency = spilling._engine.runner.cache.residency
     assert residency.pages_dropped > 0
     two_devices.import_prefix(path)
     assert answer(two_devices, prompt) == (answer(resident, prompt)[0], len(prompt) - 1)
@@ -84,7 +84,7 @@ def test_several_under_way(resident: LLM, tmp_path: Path) -> None:
     for prompt, path in zip(prompts, paths, strict=True):
         resident.export_prefix({"prompt_token_ids": prompt}, path)
     llm = LLM(MODEL, device_pages=4, host_memory_gib=0.01, hot_rows=24, **OPTIONS)
-    cache = llm._runner.cache
+    cache = llm._engine.runner.cache
     rows = []
     for path in paths:
         with PrefixReader(path) as reader:
@@ -104,7 +104,7 @@ def test_several_under_way(resident: LLM, tmp_path: Path) -> None:
 
 def test_an_unfinished_import_leaves_no_trace(resident: LLM) -> None:
     """Pages lost, or rows of half a prefix that a prompt finds."""
-    cache = resident._runner.cache
+    cache = resident._engine.runner.cache
     free = cache.pool.num_free + cache.pool.num_cached_only
     missing = pytest.raises(ValueError, match="rows of 300 tokens are missing")
     with PrefixImport(cache, prompt_of(300)) as prefix, missing:
@@ -125,7 +125,7 @@ def test_refused_files(resident: LLM, tmp_path: Path) -> None:
     torn.write_bytes(whole[: len(whole) // 2])
     middle = len(whole) // 2
     damaged.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    cache = resident._runner.cache
+    cache = resident._engine.runner.cache
     free = cache.pool.num_free + cache.pool.num_cached_only
     for file, message in ((torn, "torn"), (damaged, "damaged in")):
         with pytest.raises(PrefixFileError, match=message):

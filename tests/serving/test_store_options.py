@@ -12,7 +12,8 @@ from glm53.presets import preset
 from kvcache import KVGeometry
 from pallas_kernels.host_memory import LIMIT_VARIABLE
 from pallas_kernels.row_format import RowKind
-from serving.store_options import MEMORY_FRACTION, StoreOptions, resolve_geometry
+from serving.engine_options import MEMORY_FRACTION
+from serving.store_options import StoreOptions, resolve_geometry
 
 pytestmark = pytest.mark.usefixtures("as_a_user")  # which would refuse such a mesh
 

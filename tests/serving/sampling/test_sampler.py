@@ -40,14 +40,18 @@ class Run:
         self.state = SamplingState.create(SLOTS, VOCAB, mesh)
         self.sequences = make_sequences(SLOTS, num_devices)
 
-    def assign(self, slot: int, values: SlotSampling) -> None:
-        self.state = self.sampler.assign(self.state, slot, values)
+    def assign(self, slot: int, values: SlotSampling, output_ids: Sequence[int] = ()) -> None:
+        self.state = self.sampler.assign(self.state, slot, values, output_ids)
 
     def step(self, logits: dict[int, np.ndarray], groups: Sequence[int]) -> list[int]:
-        """Samples groups, each a slot or -1, and returns their tokens."""
+        """Samples groups, each a slot or -1, and returns their tokens; -1 has none."""
         rows = np.stack([logits.get(slot, np.zeros(VOCAB, np.float32)) for slot in groups])
         tokens, self.state, self.sequences = self.sampler.sample(
-            self.state, self.sequences, jnp.array(groups, jnp.int32), jnp.asarray(rows)
+            self.state,
+            self.sequences,
+            jnp.array(groups, jnp.int32),
+            jnp.asarray(rows),
+            jnp.full(len(groups), -1, jnp.int32),
         )
         return tokens.tolist()
 
@@ -174,6 +178,42 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
     assert len({tuple(tokens) for tokens in crowd.values()}) == SLOTS
 
 
+RESUMED = SlotSampling(
+    seed=3,
+    temperature=0.9,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.2,
+    min_tokens=22,
+    stop_ids=[3],
+    logit_bias={3: 3.0, 8: 2.0},
+    bad_words=[[8, 3], [3] * 8, [3, 3, 7], [44, 3]],
+    prompt_token_ids=[1, 2, 3],
+)
+
+
+@pytest.mark.parametrize("stops", [(0,), (1, 2), (17, 20)])
+def test_going_on_in_another_slot(stops: tuple[int, ...]) -> None:
+    """History, recent tokens, draws or `min_tokens` that start anew where a sequence goes on."""
+    run, slot = Run(), 1
+    run.assign(slot, RESUMED)
+    expected = [run.step({slot: logits_at(step % 2, 0)}, [slot])[0] for step in range(30)]
+    assert 3 in expected[22:]
+    last = as_numpy(jax.tree.map(lambda array: array[slot], run.state))
+    slot, output = 2, []
+    run.assign(slot, RESUMED)
+    for step in range(30):
+        if step in stops:
+            slot += 2
+            run.assign(slot, RESUMED, output)
+        output += run.step({slot: logits_at(step % 2, 0)}, [slot])
+    assert output == expected
+    for found, wanted in zip(
+        as_numpy(jax.tree.map(lambda array: array[slot], run.state)), last, strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_two_devices_choose_alike() -> None:
     """State that is not donated, or not the same, on a mesh of two."""
     for request in (0, 1, 2):
@@ -246,7 +286,8 @@ def test_step_is_in_place_and_does_not_sort() -> None:
     """A step that copies the history of all slots, or sorts the vocabulary."""
     run = Run()
     logits = jnp.zeros((1, VOCAB), jnp.float32)
-    arguments = (run.state, run.sequences, jnp.array([0], jnp.int32), logits)
+    slots = jnp.array([0], jnp.int32)
+    arguments = (run.state, run.sequences, slots, logits, slots)
     compiled = run.sampler.sample.lower(*arguments).compile()
     hlo = compiled.as_text() or ""
     assert "sort(" not in hlo

@@ -1,0 +1,355 @@
+"""The engine: a model with its store, and the loop that carries requests from prompt to output."""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from glm53.checkpoint.source import load_checkpoint, read_config
+from glm53.kv_geometry import kv_geometry
+from glm53.sharding import make_mesh
+from glm53.tokenizer import Tokenizer
+from kvcache.page_states import PageState
+from serving.buckets import Buckets
+from serving.compile_counter import CompileCounter
+from serving.engine_options import (
+    EngineOptions,
+    model_path,
+    resolve_batched_tokens,
+    resolve_max_model_len,
+    resolve_numerics,
+    resolve_row_kind,
+)
+from serving.generation_config import GenerationConfig
+from serving.metrics import EngineCounters, LoopMetrics
+from serving.model_runner import Launched, ModelRunner, SequenceResult
+from serving.prefix_transfer import PrefixTransfer
+from serving.request import Continuation, Request
+from serving.request_reader import RequestReader
+from serving.scheduler import PrefillChunk, Schedulable, Scheduler, SequenceOutOfPagesError
+from serving.store_options import StoreOptions, most_step_rows, resolve_geometry
+from serving.warm_up import keep_compiled_programs, warm_up_programs
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A loaded model, and the requests that it serves, a step at a time.
+
+    A step launches what the scheduler plans, chunks of prompts and then one token of everything
+    that decodes, and takes the results of the step before while the device works. Only one thread
+    may be in the engine at a time.
+
+    Args:
+        options: the model, and how to run it.
+        warm_up: compile everything that serving may launch, so that nothing is compiled later, and
+            keep it in jax's persistent cache.
+
+    Attributes:
+        config: the model's configuration.
+        tokenizer: None if the model has none.
+        max_model_len: longest prompt and output together, in tokens.
+        reader: makes requests of prompts; any thread may use it.
+        runner: the device side.
+        scheduler: plans the steps.
+        output_lock: held while outputs change, and nothing is waited for.
+
+    Raises:
+        FileNotFoundError: the model is not there.
+        CheckpointError: its weights are damaged or of another model.
+        ValueError: an option is refused; the message names it.
+    """
+
+    def __init__(self, options: EngineOptions, *, warm_up: bool = False) -> None:
+        store_options = StoreOptions.of(options)
+        path = model_path(options.model)
+        store_options.reserve_host_memory()
+        mesh = make_mesh(options.tensor_parallel_size)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        config = read_config(path)
+        self.config = resolve_numerics(
+            config, options.dtype, options.latent_norm_eps, options.activation_quantization, on_cpu
+        )
+        self.max_model_len = resolve_max_model_len(config, options.max_model_len)
+        # Whatever can be refused is, before the weights are read.
+        one_page = kv_geometry(
+            self.config,
+            row_kind=resolve_row_kind(options.kv_cache_dtype, self.config.compute_dtype),
+            device_pages=1,
+            max_model_len=self.max_model_len,
+            max_sequences=options.max_num_seqs,
+            num_devices=mesh.size,
+        )
+        has_tokenizer = (path / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
+        generation_config = GenerationConfig.from_dir(path, config.vocab_size)
+        if warm_up:
+            keep_compiled_programs()
+        params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
+        geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
+        batched_tokens = resolve_batched_tokens(options.max_num_batched_tokens, on_cpu)
+        self.runner = ModelRunner(
+            self.config,
+            params,
+            geometry,
+            mesh,
+            Buckets.for_geometry(geometry, most_step_rows(geometry, batched_tokens)),
+            self._decode_token if has_tokenizer else None,
+            keep_running_resident=options.kv_policy == "swap",
+        )
+        self.reader = RequestReader(
+            tokenizer=self.tokenizer,
+            generation_config=generation_config,
+            eos_token_ids=generation_config.eos_token_ids | frozenset(config.eos_token_ids),
+            vocab_size=config.vocab_size,
+            max_model_len=self.max_model_len,
+            rows_per_page=geometry.rows_per_page,
+            device_pages=geometry.device_pages,
+            # With "swap" the pages of what runs are all on the devices.
+            host_pages=0 if options.kv_policy == "swap" else geometry.host_pages,
+        )
+        self._transfer = PrefixTransfer(self.runner)
+        self._max_num_batched_tokens = batched_tokens
+        self.scheduler = self._new_scheduler()
+        self._owners: dict[Schedulable, Request] = {}
+        self._in_flight: list[Launched] = []
+        self._grown: dict[Request, None] = {}
+        self._counters = EngineCounters()
+        self.output_lock = threading.Lock()
+        if warm_up:
+            warm_up_programs(self.runner)
+        self._compilations = CompileCounter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(len(self.scheduler) or self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not started."""
+        return self.scheduler.num_waiting
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        for sequence in request.continuations:
+            self._owners[sequence] = request
+            self.scheduler.add(sequence)
+
+    def abort(self, request: Request) -> None:
+        """Ends what of a request is not done; its pages may serve others at once."""
+        with self.output_lock:
+            for sequence in request.continuations:
+                if not sequence.finished:
+                    sequence.finish_reason = "abort"
+        self._close(request.continuations)
+
+    def step(self) -> list[Request]:
+        """Launches a step, and takes the results of the one before.
+
+        Errors stay with the requests: one that comes before its launch fails that request, and one
+        of the device all that have started, whose rows are lost; the others go on.
+
+        Returns:
+            The requests whose outputs have grown, ended or failed.
+        """
+        self._grown = {}
+        done = False
+        try:
+            try:
+                self._step()
+            except Exception as error:
+                self._fail_started(error)
+            done = True
+        finally:
+            if not done:
+                self.abort_all()
+        return list(self._grown)
+
+    def abort_all(self) -> None:
+        """Ends everything and builds an empty store, as after an interruption."""
+        requests = list(dict.fromkeys(self._owners.values()))
+        counters = self.scheduler.counters
+        self._in_flight = []
+        # Not the old one, whose account the interruption may have torn.
+        self.scheduler = self._new_scheduler()
+        self.scheduler.counters = counters
+        for request in requests:
+            self.abort(request)
+        self._renew_store()
+
+    def export_prefix(self, token_ids: list[int], path: Path) -> None:
+        """Writes the cached rows of a prefix to a file.
+
+        Raises:
+            ValueError: not all of these tokens are cached.
+            OSError: the file cannot be written.
+        """
+        self._transfer.write(token_ids, path)
+
+    def import_prefix(self, path: Path) -> int:
+        """Puts a file's rows into the cache; see `LLM.import_prefix`."""
+        if not self.runner.usable:
+            self._renew_store()
+        return self._transfer.read(path)
+
+    def metrics(self) -> LoopMetrics:
+        """How the engine stands."""
+        scheduled, residency = self.scheduler.counters, self.runner.cache.residency
+        return LoopMetrics(
+            num_waiting=self.scheduler.num_waiting,
+            num_running=self.scheduler.num_running,
+            num_parked=self.scheduler.num_parked,
+            parkings=scheduled.parked,
+            steps=scheduled.steps,
+            device_pages=self.runner.geometry.device_pages,
+            free_device_pages=residency.num_free_device,
+            host_pages=self.runner.geometry.host_pages,
+            free_host_pages=residency.num_free_host,
+            pages={state.name.lower(): residency.count(state) for state in PageState},
+            prompt_tokens=scheduled.prompt_tokens + scheduled.cached_tokens,
+            cached_tokens=scheduled.cached_tokens,
+            cache=self.runner.counters,
+            compilations=self._compilations.count,
+            **{
+                field.name: getattr(self._counters, field.name)
+                for field in dataclasses.fields(self._counters)
+            },
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.runner.cache,
+            max_num_seqs=self.runner.geometry.max_sequences,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            most_step_rows=self.runner.buckets.rows[-1],
+            chunk_rows=self.runner.buckets.chunk,
+        )
+
+    def _step(self) -> None:
+        if not self.runner.usable:
+            self._renew_store()
+        self.scheduler.start_step()
+        launched: list[Launched] = []
+        while (chunk := self._next_prefill()) is not None:
+            launched.append(self.runner.launch_prefill(chunk))
+            self.scheduler.advance(chunk)
+        batch = self._next_decode()
+        if batch:
+            launched.append(self.runner.launch_decode(batch))
+            self.scheduler.launched_decode(batch)
+        results, self._in_flight = self._in_flight, launched
+        ended: list[Continuation] = []
+        for launch in results:
+            ended += self._accept(self._fetch(launch))
+        # Last, so that whoever waits for a sequence finds its pages still cached.
+        self._close(ended)
+
+    def _next_prefill(self) -> PrefillChunk | None:
+        """The next chunk, ready to be launched; a request that cannot have its own fails."""
+        while True:
+            try:
+                chunk = self.scheduler.next_prefill()
+            except SequenceOutOfPagesError as error:
+                self._fail(self._owners[error.sequence], error)
+                continue
+            if chunk is None:
+                return None
+            try:
+                self.runner.prepare_prefill(chunk)
+                return chunk
+            except Exception as error:
+                if not self.runner.usable:
+                    raise
+                self._fail(self._owners[chunk.sequence], error)
+
+    def _next_decode(self) -> dict[int, Continuation]:
+        while True:
+            try:
+                batch = self.scheduler.next_decode()
+            except SequenceOutOfPagesError as error:
+                self._fail(self._owners[error.sequence], error)
+                continue
+            return {
+                slot: sequence
+                for slot, sequence in batch.items()
+                if isinstance(sequence, Continuation)
+            }
+
+    def _fetch(self, launch: Launched) -> list[SequenceResult]:
+        self._counters.stalls += not launch.is_ready
+        start = time.monotonic()
+        results = launch.results()
+        self._counters.stalled_seconds += time.monotonic() - start
+        return results
+
+    def _accept(self, results: list[SequenceResult]) -> list[Continuation]:
+        """Hands results to their sequences; returns those that have ended."""
+        now, ended = time.monotonic(), []
+        with self.output_lock:
+            for result in results:
+                sequence = result.sequence
+                if result.token is not None and not self.scheduler.confirm(sequence, result.token):
+                    continue  # It has ended meanwhile.
+                if result.prompt_logprobs is not None and sequence in self.scheduler:
+                    sequence.accept_prompt_logprobs(result.start, result.prompt_logprobs)
+                if result.token is not None:
+                    sequence.accept(result.token, result.logprobs)
+                    self._note_token(sequence, now)
+                if sequence.finished:
+                    ended.append(sequence)
+        return ended
+
+    def _note_token(self, sequence: Continuation, now: float) -> None:
+        request, counters = self._owners[sequence], self._counters
+        self._grown[request] = None
+        counters.generated_tokens += 1
+        if sequence.last_token_at is not None:
+            counters.later_tokens += 1
+            counters.later_token_seconds += now - sequence.last_token_at
+        elif request.num_output_tokens == 1:
+            counters.first_tokens += 1
+            counters.first_token_seconds += now - request.arrival
+        sequence.last_token_at = now
+
+    def _close(self, sequences: Iterable[Continuation]) -> None:
+        """Gives back what ended sequences held, once."""
+        for sequence in sequences:
+            request = self._owners.pop(sequence, None)
+            if request is None:
+                continue
+            self._grown[request] = None
+            reason = "error" if request.error is not None else sequence.finish_reason
+            self._counters.finished[reason or "abort"] += 1
+            if sequence in self.scheduler:
+                sequence.cache_counters = self.scheduler.finish(sequence)
+
+    def _fail(self, request: Request, error: Exception, *, step_failed: bool = False) -> None:
+        request.error, request.step_failed = error, step_failed
+        self.abort(request)
+
+    def _fail_started(self, error: Exception) -> None:
+        """Fails all that have started, whose rows are lost, and builds an empty store."""
+        logger.error("a step failed, and all requests that had started: %s", error)
+        try:
+            self._renew_store(error)
+        except Exception as second:
+            # The others have no store either; a later step tries again.
+            for request in list(dict.fromkeys(self._owners.values())):
+                self._fail(request, second, step_failed=True)
+
+    def _renew_store(self, error: Exception | None = None) -> None:
+        self._in_flight = []
+        lost = self.scheduler.fail_started(self.runner.cache)
+        error = error or RuntimeError("the store was lost")
+        for sequence in lost:
+            if sequence in self._owners:
+                self._fail(self._owners[sequence], error, step_failed=True)
+        self.runner.reset()
+        self.scheduler.fail_started(self.runner.cache)
+
+    def _decode_token(self, token: int) -> str:
+        assert self.tokenizer is not None
+        return self.tokenizer.decode([token], skip_special_tokens=False)
