@@ -103,7 +103,10 @@ class Admission:
         device_pages = self._geometry.device_pages
         rows = min(num_tokens, self._most_step_rows)
         fixed = min(self._geometry.pages_for(rows) + _NEWEST_PAGES, promised_pages)
-        fixed += sum(min(_NEWEST_PAGES, sequence.promised_pages) for sequence in self._running)
+        fixed += sum(
+            min(_NEWEST_PAGES, max(sequence.promised_pages, len(sequence.pages)))
+            for sequence in self._running
+        )
         if self._keep_running_resident:
             new = sum(not self._states.is_pinned(page) for page in found.pages)
             new += promised_pages - len(found.pages) + spare_pages

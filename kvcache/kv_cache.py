@@ -152,11 +152,12 @@ class KVCache[DeviceT: CacheDevice]:
         self.device.assign_slot(slot, table, found.num_tokens)
         for page in found.pages:
             self._slots_of.setdefault(page, set()).add(slot)
+        if found.partial is not None:
+            self.pool.acquire(found.partial[0])
         if self._keep_running_resident:
             self._bring_back(slot)
         if found.partial is not None:
             source, _ = found.partial
-            self.pool.acquire(source)
             (page,) = self._allocate(1)
             self.residency.copy_of(source, page)
             self.pool.release(source)
@@ -346,14 +347,17 @@ class KVCache[DeviceT: CacheDevice]:
     def _publish(self, sequence: RunningSequence, *, partial: bool) -> None:
         if sequence.publication is None:
             return
-        tokens, pages = sequence.token_ids, sequence.pages
-        full = len(tokens) // self.geometry.rows_per_page
-        self.index.publish(
-            sequence.publication, tokens, pages, len(tokens), self._clock, partial=partial
-        )
-        # Pages after one that another sequence has cached too could not be given up in order.
-        if full and not self.pool.is_cached(pages[full - 1]):
-            sequence.publication = None
+        tokens, pages, rows = sequence.token_ids, sequence.pages, self.geometry.rows_per_page
+        for index in range(sequence.publication.num_pages, len(tokens) // rows):
+            self.index.publish(sequence.publication, tokens, pages, (index + 1) * rows, self._clock)
+            # Pages after one that another sequence has cached too could not be given up in order.
+            if not self.pool.is_cached(pages[index]):
+                sequence.publication = None
+                return
+        if partial:
+            self.index.publish(
+                sequence.publication, tokens, pages, len(tokens), self._clock, partial=True
+            )
 
     def _find(self, token_ids: Sequence[int], promised_pages: int, spare_pages: int) -> PrefixMatch:
         """The cached prefix to continue, with a page to copy only if there is room for both."""

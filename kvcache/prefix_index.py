@@ -90,6 +90,11 @@ class Publication:
         self._entries = entries
         self._started = started
 
+    @property
+    def num_pages(self) -> int:
+        """Full pages that are known."""
+        return len(self._entries)
+
 
 class PrefixIndex:
     """Cached pages by the tokens they and all pages before them hold.

@@ -47,7 +47,7 @@ class RequestReader:
         max_model_len: longest prompt and output together, in tokens.
         rows_per_page: tokens of a page.
         device_pages: pages of the store on the device.
-        host_pages: pages of the store in host memory.
+        host_pages: pages of the store in host memory that a running sequence may have.
     """
 
     tokenizer: Tokenizer | None

@@ -140,11 +140,12 @@ def resolve_geometry(
             f"host_memory_gib {options.host_memory_gib} is less than a page of "
             f"{one_page.page_bytes / 2**30:.3g} GiB: raise it or use kv_policy='resident'"
         )
-    if options.device_pages is None and device_pages + host_pages < one_page.max_pages_per_sequence:
+    usable = device_pages + host_pages * (options.kv_policy == "hybrid")
+    if options.device_pages is None and usable < one_page.max_pages_per_sequence:
         raise ValueError(
             f"memory for {device_pages} pages on the device and {host_pages} in host memory is "
-            f"less than the {one_page.max_pages_per_sequence} that max_model_len needs: lower "
-            "max_model_len or raise host_memory_gib"
+            f"less than the {one_page.max_pages_per_sequence} that max_model_len needs with "
+            f"kv_policy {options.kv_policy!r}: lower max_model_len or raise host_memory_gib"
         )
     geometry = dataclasses.replace(one_page, device_pages=device_pages)
     if host_pages:

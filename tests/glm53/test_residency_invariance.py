@@ -57,12 +57,14 @@ def streams() -> list[np.ndarray]:
 
 @dataclasses.dataclass
 class Running:
-    """A sequence in a slot: `done` of the first `total` tokens of a stream, `prompt` its prompt."""
+    """A sequence in a slot: `done` of the first `total` tokens of a stream, `prompt` its prompt,
+    and whether it was promised pages for all of them."""
 
     stream: int
     prompt: int
     total: int
     done: int
+    promised: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,24 +123,38 @@ class Histories(RuleBasedStateMachine):
         prompt=st.integers(1, MOST_PROMPT),
         more=st.integers(0, MOST_MORE),
         use_prefix=st.sampled_from([True, True, True, False]),
+        promised=st.booleans(),
     )
-    def open_one(self, data: st.DataObject, use_prefix: bool, **sequence: int) -> None:
+    def open_one(
+        self, data: st.DataObject, use_prefix: bool, promised: bool, **sequence: int
+    ) -> None:
         """Starts a sequence, often one that begins as one before it; or changes nothing."""
         slot = data.draw(st.sampled_from([slot for slot in SLOTS if slot not in self.running]))
-        self.open(slot, use_prefix=use_prefix, **sequence)
+        self.open(slot, use_prefix=use_prefix, promised=promised, **sequence)
         self.grow(data)
 
-    def open(self, slot: int, stream: int, prompt: int, more: int, use_prefix: bool) -> None:
+    def open(
+        self,
+        slot: int,
+        stream: int,
+        prompt: int,
+        more: int,
+        use_prefix: bool,
+        promised: bool = True,
+    ) -> None:
         tokens, before = streams()[stream][:prompt].tolist(), self.account()
+        total = prompt + more
         try:
-            done = self.cache.open(slot, tokens, prompt + more, use_prefix=use_prefix)
+            done = self.cache.open(
+                slot, tokens, total if promised else prompt, use_prefix=use_prefix
+            )
         except OutOfPagesError:
             assert self.account() == before
             self.counts["refused"] += 1
             return
         self.counts["whole pages found"] += done >= self.geometry.rows_per_page
         self.counts["part of a page found"] += done % self.geometry.rows_per_page > 0
-        self.running[slot] = Running(stream, prompt, prompt + more, done)
+        self.running[slot] = Running(stream, prompt, total, done, promised)
         self.note_contents(slot)
 
     def account(self) -> tuple:
@@ -212,24 +228,16 @@ class Histories(RuleBasedStateMachine):
             if not rows:
                 return
             if not self.step(rows, listed, DECODE_ROWS):
-                # As without drafts, which must always have room.
-                assert self.step(dict.fromkeys(rows, 1), listed, DECODE_ROWS)
-
-    def fits(self, rows: dict[int, int]) -> bool:
-        """Whether the pages that must lie on the device during a step have places there."""
-        on_device = (PageState.TAIL, PageState.DIRTY, PageState.CLEAN)
-        needed = sum(
-            self.residency.state(page) in on_device and not self.residency.is_droppable(page)
-            for page in range(self.geometry.num_pages)
-        )
-        for slot, count in rows.items():
-            pages = self.geometry.pages_for(self.running[slot].done + count)
-            needed += pages - len(self.cache.pages_of(slot))
-        return needed <= self.geometry.device_pages
+                # As without drafts.
+                fewer = self.step(dict.fromkeys(rows, 1), listed, DECODE_ROWS)
+                if not fewer:
+                    assert not all(run.promised for run in self.running.values())
+                    self.counts["parked"] += 1
+                    return self.close_slot(max(self.running), parked=True)
 
     def step(self, rows: dict[int, int], groups: list[int], most_rows: int) -> bool:
         """One step, and all checks after it; False if there is no room for so many rows."""
-        if max(rows.values()) > 1 and not self.fits(rows):
+        if not self.cache.can_prepare(rows):
             self.counts["fewer rows"] += 1
             return False
         runs = {slot: self.running[slot] for slot in rows}
@@ -298,9 +306,9 @@ class Histories(RuleBasedStateMachine):
         """Ends a sequence, in the middle or where it was to end."""
         self.close_slot(data.draw(st.sampled_from(sorted(self.running))))
 
-    def close_slot(self, slot: int) -> None:
+    def close_slot(self, slot: int, *, parked: bool = False) -> None:
         del self.running[slot]
-        self.cache.close(slot)
+        self.cache.close(slot, parked=parked)
 
     @precondition(lambda self: not self.arriving[1:])
     @rule(stream=st.sampled_from(STREAMS), total=st.integers(1, MOST_IMPORTED))
@@ -441,6 +449,22 @@ class Histories(RuleBasedStateMachine):
         self.drop_all()
         self.promote(4)
         self.close_slot(0)
+        self.grow_beyond_promises()
+
+    def grow_beyond_promises(self) -> None:
+        """Two sequences that grow until one must give way, and comes back."""
+        prompt = (self.geometry.num_pages // 2 - 1) * self.geometry.rows_per_page
+        for slot in range(2):
+            self.open(slot, 3 * slot, prompt, LENGTH - prompt, True, promised=False)
+            self.prefill(slot, [PREFILL_ROWS] * 4)
+        while len(self.running) == 2:
+            self.decode([0, 1], [(1, 1)])
+        self.decode([0, -1], [(1, 0)] * 4)
+        self.close_slot(0)
+        self.open(1, 3, prompt + 2, 4, True, promised=False)
+        self.prefill(1, [PREFILL_ROWS] * 4)
+        self.decode([1, -1], [(1, 0)] * 4)
+        self.close_slot(1)
 
     def drop_all(self) -> None:
         """Leaves on the device only what must lie there."""
@@ -504,6 +528,7 @@ HAPPENS = (
     "restored",
     "evicted",
     "leases revoked",
+    "parked",
 )
 
 
@@ -548,7 +573,7 @@ def test_equal_scores(zeroed: str) -> None:
     history = histories()
     prompt = LENGTH - 20
     history.cache.open(0, streams()[0][:prompt].tolist(), LENGTH)
-    history.running[0] = Running(0, prompt, LENGTH, 0)
+    history.running[0] = Running(0, prompt, LENGTH, 0, True)
     while (run := history.running[0]).done < LENGTH:
         if run.done < prompt:
             history.step({0: min(PREFILL_ROWS, prompt - run.done)}, [0], PREFILL_ROWS)

@@ -91,3 +91,13 @@ def test_what_has_no_kernel() -> None:
         resolve("test-small", "fp8")
     assert resolve("test-small", "float32").num_layers == 7
     assert resolve(host_memory_gib=None, kv_policy="resident").host_pages == 0
+
+
+def test_swap() -> None:
+    """A longest request that no device could hold at once, or hot rows that nothing reads."""
+    assert resolve(kv_policy="swap").hot_rows == 1
+    assert resolve(gib_in_use=124).host_pages > 0
+    with pytest.raises(ValueError, match=r"needs with kv_policy 'swap': lower max_model_len"):
+        resolve(kv_policy="swap", gib_in_use=124)
+    with pytest.raises(ValueError, match="hot_rows 64 has no use with kv_policy 'swap'"):
+        resolve(kv_policy="swap", hot_rows=64)

@@ -1,0 +1,81 @@
+"""Short stories of sequences in a cache whose device keeps no bytes."""
+
+import pytest
+
+from kvcache import KVCache, KVGeometry, OutOfPagesError, SimulatedDevice
+from pallas_kernels.row_format import RowFormat
+
+PAGE = 4
+ROW = RowFormat("float32", 1, 0, 1.0)
+
+
+def make(
+    device_pages: int, host_pages: int = 0, *, swaps: bool = False
+) -> KVCache[SimulatedDevice]:
+    geometry = KVGeometry(
+        group_layers=(1,),
+        device_pages=device_pages,
+        host_pages=host_pages,
+        num_devices=1,
+        rows_per_device=PAGE,
+        max_sequences=4,
+        max_pages_per_sequence=device_pages + host_pages,
+        row_format=ROW,
+        index_row_format=ROW,
+        hot_rows=PAGE if host_pages else 0,
+    )
+    return KVCache(
+        geometry, SimulatedDevice(geometry), most_step_rows=8, keep_running_resident=swaps
+    )
+
+
+def compute(cache: KVCache[SimulatedDevice], slot: int, token_ids: list[int]) -> None:
+    """One step that appends rows."""
+    cache.prepare({slot: len(token_ids)}, staging=True)
+    cache.advance(slot, token_ids)
+
+
+def test_pages_of_equal_prompts_can_all_be_given_up() -> None:
+    """Catches a page cached after another sequence's equal one, which then can never go."""
+    cache = make(8)
+    prompt = list(range(12))
+    cache.open(0, prompt, 12)
+    cache.open(1, prompt, 12)  # nothing is cached yet
+    compute(cache, 0, prompt[:8])
+    compute(cache, 1, prompt)  # two pages like those of the other, and one that is new
+    cache.close(0)
+    room = cache.geometry.num_pages - len(cache.pages_of(1))
+    cache.release_held(cache.hold_pages(room), due=None)
+    cache.check_integrity()
+
+
+def test_pages_brought_back_leave_the_page_to_copy() -> None:
+    """Catches a page that is evicted for the pages before it, just when it was to be copied."""
+    cache = make(device_pages=4, host_pages=1, swaps=True)
+    first, second = [1] * 10, [2] * 8
+    cache.open(0, first[:9], 9)
+    compute(cache, 0, first[:8])
+    compute(cache, 0, first[8:9])
+    cache.close(0)
+    cache.open(1, second, 8)
+    compute(cache, 1, second)
+    cache.close(1, parked=True)
+    # Both tiers are full, and the second is expected back sooner than the first.
+    assert cache.open(0, first, 10) == 9
+    cache.check_integrity()
+
+
+def test_what_has_grown_counts_when_another_opens() -> None:
+    """Catches sequences opened on their promise alone, when others have grown beyond theirs."""
+    cache = make(device_pages=4, host_pages=8)
+    cache.open(2, [3, 4], 2)
+    compute(cache, 2, [3, 4])
+    cache.close(2)
+    for slot in range(2):
+        cache.open(slot, [slot] * PAGE, PAGE)
+        compute(cache, slot, [slot] * PAGE)
+        compute(cache, slot, [5])
+    # All places hold pages that stay; the page of [3, 4] would be copied to one.
+    with pytest.raises(OutOfPagesError):
+        cache.open(3, [3, 4, 5], PAGE)
+    cache.check_integrity()
