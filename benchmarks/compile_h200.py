@@ -30,8 +30,8 @@ from glm53.sharding import make_mesh, parameter_shardings
 from glm53.steps import PrefillBatch, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
 from pallas_kernels.aot import CompileReport, Loop, compile_for_h200
-from serving.engine_options import resolve_numerics
-from serving.store_options import MEMORY_FRACTION, StoreOptions, resolve_geometry
+from serving.engine_options import MEMORY_FRACTION, resolve_numerics
+from serving.store_options import StoreOptions, resolve_geometry
 
 NUM_DEVICES = 8
 DEVICE_BYTES = 140 << 30

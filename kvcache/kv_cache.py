@@ -248,7 +248,7 @@ class KVCache[DeviceT: CacheDevice]:
         return counters
 
     def warm_up(self) -> None:
-        """Has the device do everything once that steps may need, for nobody, so that it compiles it.
+        """Has the device do everything once that steps may need, for nobody, to compile it.
 
         Nothing changes, but what the device has counted is observed.
         """

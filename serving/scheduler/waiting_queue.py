@@ -8,7 +8,7 @@ from serving.scheduler.sequence import Phase, ScheduledSequence, known_tokens
 from serving.scheduler.shared_prompts import SharedPrompts
 
 # How many tokens of prompts are looked up in the cache a step: it takes a hash a page.
-_TOKENS_LOOKED_UP_A_STEP = 1 << 16
+_TOKENS_LOOKED_UP_A_STEP = 1 << 19
 
 
 class WaitingQueue:

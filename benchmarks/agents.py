@@ -1,0 +1,249 @@
+"""Agents with long contexts on one small store: the three policies at rising concurrency.
+
+The workload is that of software agents on 8x H200, scaled to a CPU: 13 turns, a first prompt of
+74,160 tokens, later ones of 753, answers of 220, all divided by 64; a model that selects 32 rows a
+token, which is as small a part of a context as GLM-5.3's 2,048; a device pool that holds as many
+contexts as the devices of that node (--quick: a quarter), and host memory in the same proportion.
+Each agent sends its next turn as soon as it has its answer. Measuring begins when every agent has
+had its first one.
+
+`resident` keeps all pages on the device and computes again what it had to give up; `swap` moves
+whole sequences to the host and back; `hybrid` reads what a token selects from where it lies.
+
+With --simulate nothing is computed: the scheduler and the account of the cache run alone, with the
+unscaled workload on the store of that node, which tells how many agents run at once and how much of
+their prompts is found, but no times.
+
+usage: python benchmarks/agents.py [--quick | --simulate] [--json FILE] [--plot FILE]
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.agent_servers import EngineServer, SimulatedServer
+from benchmarks.agent_workload import AGENTS, Result, Workload, run_agents
+from benchmarks.small_checkpoint import small_fields, write_checkpoint
+from glm53.checkpoint.source import read_config
+from glm53.kv_geometry import kv_geometry
+from glm53.presets import preset
+from kvcache import KVGeometry
+from serving.engine import Engine
+from serving.engine_options import EngineOptions, KVPolicy
+
+POLICIES: tuple[KVPolicy, ...] = ("resident", "swap", "hybrid")
+SCALE = 64
+NODE_DEVICES, NODE_DEVICE_TOKENS, NODE_HOST_BYTES = 8, 8 * 640_000, 1 << 40
+"""Of 8x H200: fp8 rows for which there is room beside the FP8 weights, and pinned host memory."""
+
+CONCURRENCY = (30, 60, 120, 240)
+_SLOTS = 256
+_QUICK_PART = 4  # of the node
+_MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_n_heads": 4,
+    "index_topk": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    kv_policy: KVPolicy
+    result: Result
+
+
+def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -> KVGeometry:
+    """The store of 8x H200 with GLM-5.3 in FP8 and rows in fp8."""
+    config = preset("glm-5.3")
+    one_page = kv_geometry(
+        config,
+        row_kind="fp8",
+        device_pages=1,
+        max_model_len=workload.context_tokens,
+        max_sequences=max_sequences,
+        num_devices=NODE_DEVICES,
+    )
+    device_pages = NODE_DEVICE_TOKENS // one_page.rows_per_page
+    host_pages = 0 if kv_policy == "resident" else NODE_HOST_BYTES // one_page.page_bytes
+    hot_rows = 4 * config.index_topk // NODE_DEVICES if kv_policy == "hybrid" else 1
+    return dataclasses.replace(
+        one_page,
+        device_pages=device_pages,
+        host_pages=host_pages,
+        hot_rows=hot_rows if host_pages else 0,
+        staging_pages=-(-one_page.max_pages_per_sequence // one_page.num_layers) * bool(host_pages),
+    )
+
+
+def simulate(concurrency: Sequence[int], turns_each: int, workload: Workload) -> Iterator[Row]:
+    """Runs the scheduler and the account of the cache on the node's store."""
+    for kv_policy in POLICIES:
+        for agents in concurrency:
+            geometry = node_geometry(kv_policy, workload, max(_SLOTS, agents))
+            server = SimulatedServer(geometry, kv_policy, 8192)
+            result = run_agents(
+                server, workload, concurrency=agents, turns=turns_each * agents, vocab_size=1 << 17
+            )
+            server.cache.check_integrity()
+            yield Row(kv_policy, result)
+
+
+def engine_options(
+    kv_policy: KVPolicy, model: Path, workload: Workload, part: int
+) -> EngineOptions:
+    """An engine whose store holds as many contexts as a part of the node's."""
+    node = node_geometry("hybrid", AGENTS, _SLOTS)
+    rows_per_page = node.rows_per_page // NODE_DEVICES
+    contexts = NODE_DEVICE_TOKENS / AGENTS.context_tokens / part
+    device_pages = round(contexts * workload.context_tokens / rows_per_page)
+    page_bytes = kv_geometry(
+        read_config(model),
+        row_kind="float32",
+        device_pages=1,
+        max_model_len=1 << 10,
+        max_sequences=1,
+    ).page_bytes
+    host_pages = device_pages * node.host_pages / node.device_pages
+    return EngineOptions(
+        model=model,
+        max_model_len=workload.context_tokens,
+        max_num_seqs=_SLOTS // part,
+        max_num_batched_tokens=128,
+        device_pages=device_pages,
+        kv_policy=kv_policy,
+        host_memory_gib=None if kv_policy == "resident" else host_pages * page_bytes / 2**30,
+    )
+
+
+def measure(
+    concurrency: Sequence[int], turns_each: int, workload: Workload, part: int, most_seconds: float
+) -> Iterator[Row]:
+    """Runs the small model on an engine a policy, and an empty store a measurement."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        write_checkpoint(model, small_fields(**_MODEL))
+        for kv_policy in POLICIES:
+            engine = Engine(engine_options(kv_policy, model, workload, part), warm_up=True)
+            for agents in concurrency:
+                engine.abort_all()
+                yield Row(
+                    kv_policy,
+                    run_agents(
+                        EngineServer(engine),
+                        workload,
+                        concurrency=agents,
+                        turns=turns_each * agents,
+                        vocab_size=engine.config.vocab_size,
+                        most_seconds=most_seconds,
+                    ),
+                )
+            compiled = engine.metrics().compilations
+            if compiled:
+                raise RuntimeError(f"{compiled} programs were compiled while agents waited")
+
+
+def format_table(rows: Sequence[Row], *, timed: bool) -> str:
+    """The measurements in Markdown."""
+    head = ["policy", "agents", "running, mean", "most", "prompt found", "parked", "turns"]
+    if timed:
+        head += ["output tokens/s", "first token, ms (90%)", "token, ms (90%)"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        result = row.result
+        cells = [
+            row.kv_policy,
+            str(result.concurrency),
+            f"{result.running:.0f}",
+            str(result.most_running),
+            f"{result.reuse:.1%}",
+            str(result.parkings),
+            f"{result.turns}{' (cut)' if result.cut else ''}",
+        ]
+        if timed:
+            cells.append(f"{result.output_tokens / result.seconds:.0f}")
+            cells += [_spread(result.first_token_seconds), _spread(result.token_seconds)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    """Median and 90th percentile, in milliseconds."""
+    if len(seconds) < 2:
+        return "-"
+    middle, most = statistics.median(seconds), statistics.quantiles(seconds, n=10)[-1]
+    return f"{1e3 * middle:.0f} ({1e3 * most:.0f})"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draws throughput, time to first token, running requests and reuse against concurrency."""
+    # Only here: it takes a second to import.
+    from matplotlib.figure import Figure
+
+    panels = {
+        "output tokens a second": lambda result: result.output_tokens / result.seconds,
+        "median time to first token, s": lambda result: statistics.median(
+            result.first_token_seconds or [0.0]
+        ),
+        "requests that run": lambda result: result.running,
+        "prompt tokens found in the cache, %": lambda result: 100 * result.reuse,
+    }
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    for axes, (title, value) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for kv_policy in POLICIES:
+            results = [row.result for row in rows if row.kv_policy == kv_policy]
+            agents = [result.concurrency for result in results]
+            axes.plot(agents, [value(result) for result in results], marker="o", label=kv_policy)
+        axes.set(title=title, xlabel="agents", ylim=(0, None))
+        axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Runs the measurement."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--quick", action="store_true", help="two concurrencies, a few turns")
+    kinds.add_argument("--simulate", action="store_true", help="the node, without a model")
+    parser.add_argument("--json", type=Path, help="write all measurements here")
+    parser.add_argument("--plot", type=Path, help="draw them here, as PNG, SVG or PDF")
+    options = parser.parse_args()
+    concurrency = CONCURRENCY
+    if options.simulate:
+        found = simulate(concurrency, 2, AGENTS)
+    elif options.quick:
+        concurrency = tuple(agents // _QUICK_PART for agents in CONCURRENCY[1::2])
+        found = measure(concurrency, 3, AGENTS.scaled(SCALE), _QUICK_PART, 30.0)
+    else:
+        found = measure(concurrency, 8, AGENTS.scaled(SCALE), 1, 300.0)
+    rows = list(tqdm(found, total=len(POLICIES) * len(concurrency), disable=None))
+    print(format_table(rows, timed=not options.simulate))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()
