@@ -5,17 +5,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from glm53.config import GLMConfig
+    from serving.engine_options import EngineOptions
     from serving.llm import LLM
+    from serving.loop import ServingLoop
     from serving.outputs import RequestOutput
     from serving.sampling_params import SamplingParams
 
-__all__ = ["LLM", "GLMConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "EngineOptions",
+    "GLMConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "ServingLoop",
+]
 
 _HOMES = {
+    "EngineOptions": "serving.engine_options",
     "GLMConfig": "glm53.config",
     "LLM": "serving.llm",
     "RequestOutput": "serving.outputs",
     "SamplingParams": "serving.sampling_params",
+    "ServingLoop": "serving.loop",
 }
 
 

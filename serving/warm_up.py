@@ -19,17 +19,10 @@ def keep_compiled_programs() -> None:
 
 
 def warm_up_programs(runner: ModelRunner) -> None:
-    """Launches everything that serving may launch, once, on padding; shows progress on a terminal.
-
-    A launch whose arguments come from elsewhere may be another program to jax, so all is launched
-    twice: what the first round compiled costs the second no time.
-    """
-    programs = runner.programs
+    """Launches everything that serving may launch, on padding; shows progress on a terminal."""
     hidden = not sys.stderr.isatty()
-    with tqdm(total=2 * len(programs), desc="Compiling", disable=hidden) as progress:
-        for _ in range(2):
-            for name, launch in programs:
-                progress.set_postfix_str(name, refresh=False)
-                launch()
-                progress.update()
+    with tqdm(runner.programs, desc="Compiling", disable=hidden) as programs:
+        for name, launch in programs:
+            programs.set_postfix_str(name)
+            launch()
     runner.synchronize()

@@ -59,7 +59,8 @@ class SharedPrompts:
         followers = self.computed(record)
         if not followers:
             return None
-        first, *others = followers
+        first = max(followers, key=lambda follower: follower.sequence.priority)
+        others = [follower for follower in followers if follower is not first]
         self._leaders[_ends(first)] = first
         self._followers[first] = dict.fromkeys(others)
         self._followed |= dict.fromkeys(others, first)

@@ -13,7 +13,7 @@ from kvcache import CacheCounters
 from serving.scheduler import Scheduler, SequenceCache, SequenceOutOfPagesError
 
 STOP_TOKEN = 0
-VOCABULARY = 13
+VOCABULARY = 41
 _START = 1  # the value before the first row
 
 
@@ -75,9 +75,9 @@ class Rows(Protocol):
 
     def begin_launch(self) -> None: ...
 
-    def read(self, slot: int, position: int) -> int: ...
+    def read_row(self, slot: int, position: int) -> int: ...
 
-    def write(self, slot: int, position: int, value: int) -> None: ...
+    def write_row(self, slot: int, position: int, value: int) -> None: ...
 
 
 class RowsOfSlots:
@@ -96,10 +96,10 @@ class RowsOfSlots:
 
     def begin_launch(self) -> None: ...
 
-    def read(self, slot: int, position: int) -> int:
+    def read_row(self, slot: int, position: int) -> int:
         return self._values[slot][position]
 
-    def write(self, slot: int, position: int, value: int) -> None:
+    def write_row(self, slot: int, position: int, value: int) -> None:
         assert position == len(self._values[slot]), f"row {position} of slot {slot} is not next"
         self._values[slot].append(value)
 
@@ -196,11 +196,11 @@ class MockEngine:
         assert start == self.cache.length(slot), f"slot {slot} has {start} rows"
         checked = range(start) if check_all else {self._random.randrange(start), start - 1}
         for position in checked:
-            value = self.rows.read(slot, position)
+            value = self.rows.read_row(slot, position)
             assert value == values[position], f"row {position} of slot {slot} is another's"
         for position, token in enumerate(token_ids, start):
             values.append(row_value(values[-1] if values else _START, token))
-            self.rows.write(slot, position, values[-1])
+            self.rows.write_row(slot, position, values[-1])
         self._last_tokens[slot] = chosen_token(values[-1])
 
     def _process(self, results: Sequence[tuple[ToySequence, int]]) -> None:

@@ -1,0 +1,136 @@
+"""A request that a serving loop runs, as its caller sees it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractContextManager
+
+from serving.outputs import RequestOutput
+from serving.request import Request
+
+
+class GenerationError(RuntimeError):
+    """A request failed while it ran. `__cause__` is what it failed with."""
+
+
+class RequestStream:
+    """The output of a request, as it grows. Any thread, and any event loop, may use it.
+
+    Iterating, with `for` or `async for`, gives the output so far whenever it has grown since it was
+    last asked for, and at last the finished one: whoever is slow misses steps, never tokens. An
+    iteration that is left early aborts the request, and one of a request that fails ends with a
+    GenerationError.
+
+    Attributes:
+        request_id: the request's name.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        output_lock: AbstractContextManager[object],
+        abort: Callable[[Request], None],
+    ) -> None:
+        self.request_id = request.request_id
+        self._request, self._output_lock, self._abort = request, output_lock, abort
+        self._changed = threading.Condition()
+        self._num_tokens = 0  # as of the last step
+        self._ended = False
+        self._wakers: set[Callable[[], None]] = set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing will be added."""
+        return self._ended
+
+    def output(self) -> RequestOutput:
+        """What there is so far. Of a request that failed, it has `error`."""
+        with self._output_lock:
+            return self._request.output()
+
+    def result(self, timeout: float | int | None = None) -> RequestOutput:
+        """Waits for the finished output.
+
+        Args:
+            timeout: seconds to wait at most; the request goes on after them.
+
+        Raises:
+            TimeoutError: it is not finished by then.
+            GenerationError: the request failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended, timeout):
+                raise TimeoutError(
+                    f"request {self.request_id!r} is not finished after {timeout} seconds"
+                )
+        return self._final()
+
+    def abort(self) -> None:
+        """Ends the request; its output then has `finish_reason` "abort", or is as it was if it had
+        ended."""
+        self._abort(self._request)
+
+    def __iter__(self) -> Generator[RequestOutput]:
+        seen = 0
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda seen=seen: self._ended or self._num_tokens > seen)
+                    ended, seen = self._ended, self._num_tokens
+                if ended:
+                    break
+                # The finished one comes when the engine has closed it.
+                if not (output := self.output()).finished:
+                    yield output
+        finally:
+            if not self._ended:
+                self.abort()
+        yield self._final()
+
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput]:
+        loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(changed.set)
+            except RuntimeError:  # The event loop is closed: nobody listens any more.
+                self._wakers.discard(wake)
+
+        with self._changed:
+            self._wakers.add(wake)
+        try:
+            while True:
+                with self._changed:
+                    changed.clear()
+                    ended, count = self._ended, self._num_tokens
+                if ended:
+                    break
+                if count == seen:
+                    await changed.wait()
+                    continue
+                seen = count
+                if not (output := self.output()).finished:
+                    yield output
+        finally:
+            with self._changed:
+                self._wakers.discard(wake)
+            if not self._ended:
+                self.abort()
+        yield self._final()
+
+    def notify(self) -> None:
+        """Tells those that wait that the request's output has grown, or ended; for the loop."""
+        with self._changed:
+            self._num_tokens = self._request.num_output_tokens
+            self._ended = self._request.finished
+            self._changed.notify_all()
+            wakers = list(self._wakers)
+        for wake in wakers:
+            wake()
+
+    def _final(self) -> RequestOutput:
+        error = self._request.error
+        if error is not None:
+            message = f"request {self.request_id!r} failed: {error}"
+            raise GenerationError(message) from error
+        return self.output()

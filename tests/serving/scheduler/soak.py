@@ -1,0 +1,120 @@
+"""Long random histories over the account of the real cache, with pages moving between two tiers.
+
+Run by `test_soak.py` in processes of their own, where types are not checked, which takes ten times
+as long as the histories themselves.
+"""
+
+import dataclasses
+import random
+import sys
+
+from kvcache import KVCache, KVGeometry
+from pallas_kernels.row_format import RowFormat
+from serving.scheduler import Scheduler
+from tests.serving.scheduler.history import History, random_arrival
+from tests.serving.scheduler.mock_engine import MockEngine
+from tests.serving.scheduler.places import PlacesDevice
+
+AGE_WEIGHT = 0.25
+ROWS_PER_PAGE = 4
+CHECK_EVERY = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A small engine."""
+
+    device_pages: int
+    host_pages: int
+    max_num_seqs: int
+    most_step_rows: int
+    max_num_batched_tokens: int
+    hot_pages: int
+    staging_pages: int
+    with_hidden: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random, policy: str) -> "Sizes":
+        most_step_rows = rng.choice((1, 3, 4, 8, 11))
+        chunk_pages = -(-most_step_rows // ROWS_PER_PAGE)
+        max_num_seqs = rng.randint(1, 6)
+        return cls(
+            device_pages=chunk_pages + 2 + rng.choice((0, 1, 4, 12, 30)),
+            host_pages=0 if policy == "resident" else rng.choice((1, 8, 30)),
+            max_num_seqs=max_num_seqs,
+            most_step_rows=most_step_rows,
+            max_num_batched_tokens=rng.choice((2, 8, 24)),
+            hot_pages=0 if policy == "resident" else rng.choice((1, 2)),
+            staging_pages=0 if policy == "resident" else rng.choice((0, 2)),
+            with_hidden=rng.random() < 0.3,
+        )
+
+
+def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
+    """A cache, and the most tokens that a sequence may have in it."""
+    swapping = policy == "swap"
+    pages = sizes.device_pages + (sizes.host_pages if policy == "hybrid" else 0)
+    geometry = KVGeometry(
+        group_layers=(1,),
+        device_pages=sizes.device_pages,
+        host_pages=sizes.host_pages,
+        num_devices=1,
+        rows_per_device=ROWS_PER_PAGE,
+        max_sequences=sizes.max_num_seqs,
+        max_pages_per_sequence=pages,
+        row_format=RowFormat("float32", 1, 0, 1.0),
+        index_row_format=RowFormat("float32", 1, 0, 1.0),
+        hot_rows=ROWS_PER_PAGE * sizes.hot_pages,
+        staging_pages=sizes.staging_pages,
+    )
+    cache = KVCache(
+        geometry,
+        PlacesDevice(geometry),
+        most_step_rows=sizes.most_step_rows,
+        with_hidden=sizes.with_hidden,
+        keep_running_resident=swapping,
+    )
+    return cache, pages * ROWS_PER_PAGE
+
+
+def soak(policy: str, seed: int, num_steps: int) -> int:
+    """Histories in engines of many sizes; tells how many parkings there were."""
+    rng = random.Random(f"{policy} {seed}")
+    taken = parked = 0
+    while taken < num_steps:
+        sizes = Sizes.draw(rng, policy)
+        cache, most_tokens = start(sizes, policy)
+        scheduler = Scheduler(
+            cache,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            most_step_rows=sizes.most_step_rows,
+            age_weight=AGE_WEIGHT,
+        )
+        engine = MockEngine(cache, cache.device, scheduler, pipelined=rng.random() < 0.9)
+        history = History(
+            engine, most_tokens=most_tokens, age_weight=AGE_WEIGHT, check_every=CHECK_EVERY
+        )
+        busy = rng.choice((0.1, 0.3, 0.6))
+        for _ in range(400):
+            if rng.random() < busy and scheduler.num_waiting < 12:
+                history.add(random_arrival(rng, most_new=24, most_output=32))
+            if rng.random() < 0.03:
+                history.abort(rng.randrange(1 << 20))
+            history.step()
+        history.drain(most_steps=100_000)
+        taken += history.num_steps
+        parked += scheduler.counters.parked
+        pool = cache.pool
+        assert pool.num_free + pool.num_cached_only == cache.geometry.num_pages, "pages leaked"
+    return parked
+
+
+def main() -> None:
+    """Prints how many parkings there were: policy, seed and steps are the arguments."""
+    policy, seed, num_steps = sys.argv[1:]
+    print(soak(policy, int(seed), int(num_steps)))
+
+
+if __name__ == "__main__":
+    main()

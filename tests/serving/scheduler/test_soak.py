@@ -1,0 +1,31 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tests.serving.scheduler.soak
+
+
+def run(policy: str, seed: int, num_steps: int) -> None:
+    """Catches rows that are lost, moved or shared wrongly, leaks, and sequences that hang."""
+    module = tests.serving.scheduler.soak.__name__
+    done = subprocess.run(
+        [sys.executable, "-m", module, policy, str(seed), str(num_steps)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > num_steps / 1000, "hardly anything was parked"
+
+
+@pytest.mark.parametrize("policy", ["resident", "swap", "hybrid"])
+def test_histories(policy: str) -> None:
+    run(policy, seed=0, num_steps=3_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["resident", "swap", "hybrid"])
+def test_long_histories(policy: str) -> None:
+    run(policy, seed=1, num_steps=33_500)

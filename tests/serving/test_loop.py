@@ -1,0 +1,372 @@
+"""The serving loop: requests from threads and event loops, their ends, and its metrics."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm53 import SamplingParams, ServingLoop
+from serving.metrics import LoopMetrics
+from serving.model_runner import ModelRunner
+from serving.outputs import RequestOutput
+from serving.request_stream import GenerationError, RequestStream
+from tests.serving.toy_engine import assert_idle, tokens, toy_options
+
+# Types are checked elsewhere; checks at every call would take much of the time.
+pytestmark = pytest.mark.usefixtures("as_a_user")
+LONG = 150
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def stepped(folder: Path) -> ServingLoop:
+    """One that the tests step themselves."""
+    return ServingLoop(toy_options(folder), warm_up=False)
+
+
+@pytest.fixture(scope="module")
+def shared_loop(folder: Path) -> Iterator[ServingLoop]:
+    with ServingLoop(toy_options(folder), warm_up=False) as loop:
+        yield loop
+
+
+@pytest.fixture
+def loop(shared_loop: ServingLoop) -> Iterator[ServingLoop]:
+    """One with a thread of its own; in the end nothing is left in it."""
+    yield shared_loop
+    wait_for(lambda: not shared_loop._engine.has_work)
+    with shared_loop._stepping:
+        assert_idle(shared_loop._engine)
+    assert not shared_loop._requests
+
+
+def wait_for(holds: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ids(seed: int, count: int = 40) -> dict[str, list[int]]:
+    return {"prompt_token_ids": tokens(seed, count)}
+
+
+def greedy(max_tokens: int = 8, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def chosen(output: RequestOutput) -> list[int]:
+    assert output.error is None
+    return output.outputs[0].token_ids
+
+
+def reason(output: RequestOutput) -> str | None:
+    return output.outputs[0].finish_reason
+
+
+def run(loop: ServingLoop, *streams: RequestStream) -> list[RequestOutput]:
+    while loop.step():
+        pass
+    return [stream.result(timeout=0) for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def expected(stepped: ServingLoop) -> list[list[int]]:
+    """What prompts give alone."""
+    return [
+        chosen(run(stepped, stepped.submit(ids(seed), greedy(seed + 4)))[0]) for seed in range(8)
+    ]
+
+
+def test_many_threads(loop: ServingLoop, expected: list[list[int]]) -> None:
+    """Outputs mixed up, lost, or changed by what runs beside them."""
+    found: dict[int, list[RequestOutput]] = {}
+
+    def ask(seed: int) -> None:
+        found[seed] = list(loop.submit(ids(seed), greedy(seed + 4)))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for seed in range(8):
+        *earlier, last = found[seed]
+        assert chosen(last) == expected[seed]
+        assert last.finished
+        lengths = [len(chosen(output)) for output in earlier]
+        assert lengths == sorted(set(lengths))
+        for output in earlier:
+            assert not output.finished
+            assert chosen(output) == expected[seed][: len(chosen(output))]
+
+
+def test_event_loop(loop: ServingLoop, expected: list[list[int]]) -> None:
+    """The same from coroutines, several of which may follow one request."""
+
+    async def last_of(stream: RequestStream) -> RequestOutput:
+        outputs = [output async for output in stream]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        return outputs[-1]
+
+    async def ask(seed: int) -> list[RequestOutput]:
+        stream = loop.submit(ids(seed), greedy(seed + 4))
+        return await asyncio.gather(*(last_of(stream) for _ in range(3)))
+
+    async def ask_all() -> list[list[RequestOutput]]:
+        return await asyncio.wait_for(asyncio.gather(*(ask(seed) for seed in range(8))), 60)
+
+    for outputs, answer in zip(asyncio.run(ask_all()), expected, strict=True):
+        assert [chosen(output) for output in outputs] == [answer] * 3
+
+
+@pytest.mark.parametrize("way", ["break", "cancel", "abort"])
+def test_listener_that_goes_away(loop: ServingLoop, way: str) -> None:
+    """A request that goes on for nobody."""
+
+    async def leave() -> RequestStream:
+        stream = loop.submit(ids(20), greedy(LONG))
+        if way == "break":
+            async for _ in stream:
+                break
+        elif way == "cancel":
+            started = asyncio.Event()
+
+            async def follow() -> None:
+                async for _ in stream:
+                    started.set()
+
+            task = asyncio.create_task(follow())
+            await started.wait()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            iterator: AsyncIterator[RequestOutput] = aiter(stream)
+            await anext(iterator)
+            stream.abort()
+        await asyncio.to_thread(stream.result, 60)
+        return stream
+
+    output = asyncio.run(leave()).result(timeout=60)
+    assert reason(output) == "abort"
+    assert 0 < len(chosen(output)) < LONG
+
+
+def test_left_iteration_in_a_thread(loop: ServingLoop) -> None:
+    """A generator that is closed early, and one that is never begun."""
+    stream = loop.submit(ids(21), greedy(LONG))
+    for output in stream:
+        assert len(chosen(output)) >= 1
+        break
+    assert reason(stream.result(timeout=60)) == "abort"
+    begun = loop.submit(ids(22), greedy(4))
+    iter(begun)
+    assert reason(begun.result(timeout=60)) == "length"
+
+
+def test_abort_at_any_moment(stepped: ServingLoop, expected: list[list[int]]) -> None:
+    """Before it is taken in, while it waits, computes its prompt and decodes, and when it is done;
+    by its name; others go on."""
+    for steps in (0, 1, 2, 3, 5, 12):
+        kept = stepped.submit(ids(7), greedy(11))
+        others = [stepped.submit(ids(30 + number, 70), greedy(LONG)) for number in range(4)]
+        for _ in range(steps):
+            assert stepped.step()
+        for other in others:
+            assert stepped.abort(other.request_id)
+        assert not any(other.finished for other in others), "before the next step"
+        stepped.step()
+        assert [reason(other.result(timeout=0)) for other in others] == ["abort"] * 4
+        assert [chosen(output) for output in run(stepped, kept)] == [expected[7]]
+        assert_idle(stepped._engine)
+    done = stepped.submit(ids(7), greedy(11))
+    run(stepped, done)
+    assert not stepped.abort(done.request_id)
+    done.abort()
+    stepped.step()
+    assert reason(done.result(timeout=0)) == "length"
+    assert not stepped.abort("no such request")
+
+
+def test_several_continuations(stepped: ServingLoop) -> None:
+    """A request that is told to be done when its first continuation is."""
+    stream = stepped.submit(ids(40), SamplingParams(n=4, seed=1, max_tokens=5, ignore_eos=True))
+    assert [len(part.token_ids) for part in stream.output().outputs] == [0] * 4
+    (output,) = run(stepped, stream)
+    assert [len(part.token_ids) for part in output.outputs] == [5] * 4
+    assert len({tuple(part.token_ids) for part in output.outputs}) == 4
+
+
+def test_priorities(stepped: ServingLoop) -> None:
+    """A request that is urgent and waits behind those that are not."""
+    slow = [stepped.submit(ids(50 + number), greedy(30)) for number in range(3)]
+    for _ in range(4):
+        stepped.step()
+    late = [stepped.submit(ids(60 + number), greedy(4)) for number in range(3)]
+    urgent = stepped.submit(ids(70), greedy(4), priority=5)
+    while not urgent.finished:
+        stepped.step()
+    assert not any(stream.finished for stream in late)
+    run(stepped, *slow, *late)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "kind", "message"),
+    [
+        ({"prompt_token_ids": []}, {}, ValueError, "is empty"),
+        ({"prompt_token_ids": [999]}, {}, ValueError, "999"),
+        ("text", {}, ValueError, "tokenizer"),
+        (ids(1, 256), {}, ValueError, "max_model_len 256"),
+        (ids(1), {"params": "x"}, TypeError, "SamplingParams"),
+        (ids(1), {"priority": "high"}, TypeError, "priority must be an integer, got 'high'"),
+        (ids(1), {"request_id": 5}, TypeError, "request_id must be text, got 5"),
+        (ids(1), {"request_id": "taken"}, ValueError, "request_id 'taken'"),
+    ],
+)
+def test_refused(
+    stepped: ServingLoop, prompt: Any, options: dict[str, Any], kind: type, message: str
+) -> None:
+    """Something queued of what is refused, or others disturbed."""
+    taken = stepped.submit(ids(7), greedy(11), request_id="taken")
+    with pytest.raises(kind, match=message):
+        stepped.submit(prompt, **options)
+    assert list(stepped._requests) == ["taken"]
+    assert len(stepped._arrived) == 1
+    run(stepped, taken)
+    again = stepped.submit(ids(7), greedy(1), request_id="taken")
+    run(stepped, again)
+
+
+def test_waiting_in_vain(loop: ServingLoop) -> None:
+    """A wait without an end, or one that ends the request."""
+    stream = loop.submit(ids(71), greedy(LONG))
+    with pytest.raises(TimeoutError, match=r"not finished after 0\.0 seconds"):
+        stream.result(timeout=0.0)
+    assert reason(stream.result(timeout=60)) == "length"
+
+
+def test_failing_step(
+    loop: ServingLoop, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails ends the thread, or leaves its requests without a word."""
+    launch, calls = ModelRunner.launch_decode, []
+
+    def failing(self: ModelRunner, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 4:
+            raise RuntimeError("the device is lost")
+        return launch(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "launch_decode", failing)
+    streams = [loop.submit(ids(seed), greedy(LONG)) for seed in range(2)]
+    for stream in streams:
+        with pytest.raises(GenerationError, match="the device is lost") as caught:
+            stream.result(timeout=60)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert stream.output().error == "the device is lost"
+        with pytest.raises(GenerationError):
+            list(stream)
+        with pytest.raises(GenerationError):
+            asyncio.run(drain(stream))
+    assert chosen(loop.submit(ids(7), greedy(11)).result(timeout=60)) == expected[7]
+
+
+async def drain(stream: RequestStream) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_closing(folder: Path) -> None:
+    """Requests that wait for a loop that is gone; a thread that stays; two drivers at once."""
+    loop = ServingLoop(toy_options(folder), warm_up=False)
+    loop.start()
+    with pytest.raises(RuntimeError, match="own thread"):
+        loop.step()
+    with pytest.raises(RuntimeError, match="runs already"):
+        loop.start()
+    streams = [loop.submit(ids(80 + number), greedy(LONG)) for number in range(6)]
+    next(iter(streams[0]))
+    loop.close()
+    assert [reason(stream.result(timeout=0)) for stream in streams] == ["abort"] * 6
+    thread = loop._thread
+    assert thread is not None
+    assert not thread.is_alive()
+    assert_idle(loop._engine)
+    for refused in (lambda: loop.submit(ids(1)), loop.step, loop.start):
+        with pytest.raises(RuntimeError, match="closed"):
+            refused()
+    loop.close()
+    unstarted = ServingLoop(toy_options(folder), warm_up=False)
+    stream = unstarted.submit(ids(1))
+    unstarted.close()
+    assert reason(stream.result(timeout=0)) == "abort"
+
+
+def test_an_end_of_the_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that the engine cannot survive: requests that wait forever."""
+    loop = ServingLoop(toy_options(folder), warm_up=False)
+
+    def fail(*_: Any) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(ModelRunner, "launch_decode", fail)
+    loop.start()
+    stream = loop.submit(ids(1), greedy(LONG))
+    assert reason(stream.result(timeout=60)) == "abort"
+    wait_for(lambda: loop._closed)
+    loop.close()
+
+
+def test_sleeps_while_there_is_nothing_to_do(loop: ServingLoop) -> None:
+    """A thread that steps or polls for nobody."""
+    loop.submit(ids(1), greedy(2)).result(timeout=60)
+    wait_for(lambda: not loop._engine.has_work)
+    steps, start = loop.metrics().steps, time.process_time()
+    time.sleep(0.3)
+    assert loop.metrics().steps - steps <= 1
+    assert time.process_time() - start < 0.1
+
+
+def test_metrics(stepped: ServingLoop) -> None:
+    """A count that misses something, counts it twice, or goes back."""
+    before = stepped.metrics()
+    streams = [stepped.submit(ids(90 + number, 60), greedy(100)) for number in range(5)]
+    seen: list[LoopMetrics] = []
+    while stepped.step():
+        seen.append(stepped.metrics())
+    after = stepped.metrics()
+    assert max(one.num_running for one in seen) == 3
+    assert max(one.num_waiting for one in seen) >= 2
+    assert max(one.num_parked for one in seen) == 1
+    assert after.parkings > before.parkings
+    for one in seen:
+        assert sum(one.pages.values()) == one.device_pages + one.host_pages == 8
+        assert one.free_device_pages <= one.device_pages == 6
+        assert one.num_running + one.num_waiting + one.num_parked <= 5
+    counts = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "stalled_seconds")
+    for one, other in zip(seen, [*seen[1:], after], strict=True):
+        assert all(getattr(one, name) <= getattr(other, name) for name in counts)
+    assert after.generated_tokens - before.generated_tokens == 500
+    assert after.finished["length"] - before.finished.get("length", 0) == 5
+    assert after.first_tokens - before.first_tokens == 5
+    assert after.later_tokens - before.later_tokens == 495
+    assert after.first_token_seconds - before.first_token_seconds > 0
+    assert after.later_token_seconds - before.later_token_seconds > 0
+    assert after.prompt_tokens - before.prompt_tokens >= 300
+    assert 0 <= after.hit_rate <= 1
+    assert after.stalls > before.stalls
+    assert (after.num_running, after.num_waiting, after.num_parked) == (0, 0, 0)
+    reads = after.cache.resident_reads - before.cache.resident_reads
+    assert reads > 0
+    assert all(stream.finished for stream in streams)
+    again = stepped.submit(ids(94, 60), greedy(1))
+    run(stepped, again)
+    assert stepped.metrics().cached_tokens > after.cached_tokens
