@@ -109,6 +109,7 @@ class Engine:
             device_pages=geometry.device_pages,
             # With "swap" the pages of what runs are all on the devices.
             host_pages=0 if options.kv_policy == "swap" else geometry.host_pages,
+            enable_prefix_caching=options.enable_prefix_caching,
         )
         self._transfer = PrefixTransfer(self.runner)
         self._max_num_batched_tokens = batched_tokens

@@ -38,6 +38,8 @@ class EngineOptions:
         max_num_seqs: most sequences that decode together.
         max_num_batched_tokens: most prompt tokens of one step: what a running sequence waits for at
             most between two of its tokens. None is 8,192, and 512 on a CPU.
+        enable_prefix_caching: keep the rows of requests that are done, and continue from them where
+            a prompt begins alike. No answer changes.
         device_pages: pages of the store on the devices; None takes what fits.
         host_memory_gib: host memory for pages that the devices have no room for; None takes half of
             what is free, or 1 GiB on a CPU.
@@ -51,7 +53,7 @@ class EngineOptions:
             takes 1 GiB a device.
 
     Raises:
-        ValueError: a count is no positive integer; the message names it. All else is refused when
+        ValueError: a count or a flag is none; the message names it. All else is refused when
             the engine is made.
     """
 
@@ -64,6 +66,7 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
     device_pages: int | None = None
     host_memory_gib: float | int | None = None
     kv_policy: KVPolicy = "hybrid"
@@ -76,6 +79,10 @@ class EngineOptions:
         for name in ("max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(
+                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
+            )
 
 
 def resolve_batched_tokens(max_num_batched_tokens: int | None, on_cpu: bool) -> int:

@@ -43,6 +43,7 @@ class LLM:
         tensor_parallel_size: devices to shard the model and the store over.
         max_num_seqs: most sequences that decode together.
         max_num_batched_tokens: most prompt tokens of one step.
+        enable_prefix_caching: whether prompts continue from rows of requests that are done.
         device_pages: pages of the store on the devices.
         host_memory_gib: host memory for pages that the devices have no room for.
         kv_policy: "hybrid", "resident" or "swap".
@@ -74,6 +75,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
         device_pages: int | None = None,
         host_memory_gib: float | int | None = None,
         kv_policy: KVPolicy = "hybrid",
@@ -91,6 +93,7 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
             device_pages=device_pages,
             host_memory_gib=host_memory_gib,
             kv_policy=kv_policy,
@@ -240,9 +243,10 @@ class LLM:
 
         Raises:
             ValueError, TypeError: the prompt is refused, also one that leaves no room for a token
-                within `max_model_len`.
+                within `max_model_len`; or `enable_prefix_caching` is off.
             OSError: the file cannot be written. Nothing is left of it then.
         """
+        self._check_prefix_caching("export_prefix")
         params = SamplingParams(temperature=0, max_tokens=1)
         request = self._read("prompt", prompt, params, "raise")
         assert isinstance(request, Request)
@@ -265,12 +269,18 @@ class LLM:
         room for it if it is damaged inside its rows, or its pages find no place.
 
         Raises:
+            ValueError: `enable_prefix_caching` is off.
             PrefixFileError: the file is no prefix file, torn, damaged, or of another model or
                 format.
             OutOfPagesError: the cache has too little room.
             OSError: the file cannot be read.
         """
+        self._check_prefix_caching("import_prefix")
         return self._engine.import_prefix(Path(path))
+
+    def _check_prefix_caching(self, what: str) -> None:
+        if not self._engine.reader.enable_prefix_caching:
+            raise ValueError(f"{what} needs enable_prefix_caching=True")
 
     def _read_all(
         self, what: str, prompts: Sequence[Prompt], params: Params, on_error: OnError

@@ -29,6 +29,7 @@ class Continuation:
         sampling: what the sampler needs to know, None for plain greedy decoding.
         text: its text, or None without a tokenizer or `detokenize`.
         priority: higher goes first.
+        cacheable: whether its rows may serve others, and those of others it.
         prompt_logprobs: what the prompt's tokens had; filled while the prompt is computed.
         output_ids: generated so far.
         logprobs: of each of them, if asked for.
@@ -45,6 +46,7 @@ class Continuation:
     sampling: SlotSampling | None
     text: OutputText | None
     priority: int = 0
+    cacheable: bool = True
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
@@ -67,7 +69,7 @@ class Continuation:
     @property
     def reuse_prefix(self) -> bool:
         """Whether cached rows may stand for computed ones."""
-        return not self.scores_prompt
+        return self.cacheable and not self.scores_prompt
 
     def accept_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Takes what the prompt's tokens after place `start` had, one chunk after another; place 0

@@ -48,6 +48,7 @@ class RequestReader:
         rows_per_page: tokens of a page.
         device_pages: pages of the store on the device.
         host_pages: pages of the store in host memory that a running sequence may have.
+        enable_prefix_caching: whether requests continue from rows of others.
     """
 
     tokenizer: Tokenizer | None
@@ -58,6 +59,7 @@ class RequestReader:
     rows_per_page: int
     device_pages: int
     host_pages: int
+    enable_prefix_caching: bool = True
 
     def read(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -183,6 +185,7 @@ class RequestReader:
             self._sampling(token_ids, params, stop_ids),
             text,
             priority,
+            self.enable_prefix_caching,
         )
 
     def _sampling(

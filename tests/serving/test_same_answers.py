@@ -1,0 +1,142 @@
+"""Greedy answers are the same bits however requests are batched, cached, moved or parked."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from glm53 import SamplingParams
+from serving.engine import Engine
+from serving.request import Request
+from tests.serving.toy_engine import assert_idle, tokens, toy_options
+
+PROMPTS = [
+    tokens(1, 150),
+    tokens(2, 40),
+    tokens(1, 150)[:130] + tokens(3, 40),  # begins as the first
+    tokens(4, 1),
+    tokens(5, 100),
+    tokens(6, 33),
+]
+OUTPUT_TOKENS = [60, 90, 30, 50, 70, 40]
+
+Answer = tuple[list[int], list[float]]
+
+STORES: dict[str, dict[str, Any]] = {
+    "resident": {"kv_policy": "resident", "device_pages": 5},
+    "swap": {"kv_policy": "swap", "device_pages": 5, "hot_rows": None, "host_memory_gib": 0.00012},
+    "hybrid": {"kv_policy": "hybrid", "device_pages": 4},
+}
+"""Each barely holds the longest request, whatever else may run beside it."""
+
+
+def make(folder: Any, **options: Any) -> Engine:
+    unused = {"host_memory_gib": None, "hot_rows": None}
+    return Engine(
+        toy_options(folder, **(unused if options["kv_policy"] == "resident" else {}) | options)
+    )
+
+
+def request(engine: Engine, number: int) -> Request:
+    params = SamplingParams(
+        temperature=0, max_tokens=OUTPUT_TOKENS[number], ignore_eos=True, logprobs=0
+    )
+    prompt = {"prompt_token_ids": PROMPTS[number]}
+    return engine.reader.read(str(number), prompt, params)
+
+
+def answer(one: Request) -> Answer:
+    output = one.output()
+    assert output.error is None
+    part = output.outputs[0]
+    assert part.logprobs is not None and len(part.token_ids) == len(part.logprobs)
+    return part.token_ids, [entry.token_logprob for entry in part.logprobs]
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+        engine.runner.cache.check_integrity()
+    assert_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tmp_path_factory.mktemp("toy")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Any) -> Any:
+    """Answers of requests that have an ample store for themselves, by number of devices."""
+
+    @functools.cache
+    def answers(num_devices: int) -> list[Answer]:
+        engine = make(
+            folder,
+            kv_policy="resident",
+            device_pages=16,
+            enable_prefix_caching=False,
+            tensor_parallel_size=num_devices,
+        )
+        found = []
+        for number in range(len(PROMPTS)):
+            one = request(engine, number)
+            engine.add(one)
+            run(engine)
+            assert one.output().num_cached_tokens == 0
+            found.append(answer(one))
+        return found
+
+    return answers
+
+
+def check(engine: Engine, expected: Sequence[Answer]) -> None:
+    """Arrivals, some of which are aborted, some come again, and those that count."""
+    doomed = []
+    for number in (0, 4, 1, 3):
+        doomed.append(request(engine, number))
+        engine.add(doomed[-1])
+        for _ in range(4):
+            engine.step()
+    for one in doomed:
+        engine.abort(one)
+    engine.runner.cache.check_integrity()
+    counted = [request(engine, number) for number in range(len(PROMPTS))]
+    for one in counted:
+        engine.add(one)
+        engine.step()
+    run(engine)
+    assert [answer(one) for one in counted] == expected
+    again = [request(engine, number) for number in reversed(range(len(PROMPTS)))]
+    for one in again:
+        engine.add(one)
+    run(engine)
+    assert [answer(one) for one in reversed(again)] == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_policy", "num_devices"), [("resident", 1), ("swap", 1), ("hybrid", 1), ("hybrid", 2)]
+)
+def test_same_answers(folder: Any, alone: Any, kv_policy: str, num_devices: int) -> None:
+    """A token that depends on what else runs, on where a page lies, on the turn of a request that
+    was parked, or on rows that another has left, also one that was aborted."""
+    expected = alone(num_devices)
+    for enable_prefix_caching in (True, False):
+        engine = make(
+            folder,
+            tensor_parallel_size=num_devices,
+            enable_prefix_caching=enable_prefix_caching,
+            **STORES[kv_policy],
+        )
+        check(engine, expected)
+        counters, metrics = engine.scheduler.counters, engine.metrics()
+        assert counters.parked > 0 or num_devices > 1
+        assert (counters.cached_tokens > 0) == enable_prefix_caching
+        if kv_policy == "hybrid":
+            assert metrics.cache.hot_reads + metrics.cache.staged_reads > 0
+        if kv_policy == "swap" and enable_prefix_caching:
+            assert engine.runner.cache.residency.pages_restored > 0
+    same = [found[0] for found in alone(1)] == [found[0] for found in expected]
+    assert same, "other tokens on two devices"
