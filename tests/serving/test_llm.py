@@ -376,6 +376,16 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
     monkeypatch.setattr(ModelRunner, "launch_decode", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.generate([prompt, prompt], FREE)
+    assert_idle(llm)
+    calls.clear()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(llm.serve([(prompt, FREE)] * 2))
+    assert_idle(llm)
+    calls.clear()
+    failed = llm.generate([prompt] * 3, FREE, on_error="return")
+    # Two had slots; the third waited, and is not disturbed.
+    assert [output.error for output in failed] == ["out of memory"] * 2 + [None]
+    assert failed[2].outputs[0].token_ids == golden["p0_e5_greedy"].tolist()
     monkeypatch.undo()
     assert_idle(llm)
     (output,) = llm.generate(prompt, FREE)
