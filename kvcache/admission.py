@@ -48,6 +48,10 @@ class Admission:
         running: the sequences that run, which the caller keeps up to date.
         most_step_rows: most rows of one sequence in a step.
         keep_running_resident: all pages of those that run lie on the device.
+
+    Attributes:
+        outstanding: pages that those that run are still promised together, which the caller keeps
+            up to date too.
     """
 
     def __init__(
@@ -62,15 +66,12 @@ class Admission:
         self._geometry, self._pool, self._states, self._running = geometry, pool, states, running
         self._most_step_rows = most_step_rows
         self._keep_running_resident = keep_running_resident
+        self.outstanding = 0
 
     @property
     def room(self) -> int:
         """Pages that are free or can be given up, and promised to no sequence."""
-        return self._pool.num_free + self._pool.num_cached_only - self._outstanding
-
-    @property
-    def _outstanding(self) -> int:
-        return sum(sequence.outstanding for sequence in self._running)
+        return self._pool.num_free + self._pool.num_cached_only - self.outstanding
 
     def check_pages(self, wanted: int, kept: Collection[int] = ()) -> None:
         """Whether that many pages can be had while cached ones are kept.
@@ -80,7 +81,7 @@ class Admission:
         """
         room = self.room - sum(self._pool.references(page) == 0 for page in kept)
         if wanted > room:
-            raise OutOfPagesError(f"{wanted} pages wanted, {room} free")
+            raise OutOfPagesError(f"{wanted} pages wanted, {room} free", wanted - room)
 
     def check(
         self, num_tokens: int, promised_pages: int, found: PrefixMatch, spare_pages: int
@@ -110,9 +111,12 @@ class Admission:
         if self._keep_running_resident:
             new = sum(not self._states.is_pinned(page) for page in found.pages)
             new += promised_pages - len(found.pages) + spare_pages
-            fixed = max(fixed, self._states.num_fixed + self._outstanding + new)
+            fixed = max(fixed, self._states.num_fixed + self.outstanding + new)
         if fixed > device_pages:
-            raise OutOfPagesError(f"{fixed} pages must lie on the device, which has {device_pages}")
+            raise OutOfPagesError(
+                f"{fixed} pages must lie on the device, which has {device_pages}",
+                fixed - device_pages,
+            )
 
     def can_grow(self, lengths: Iterable[tuple[RunningSequence, int]]) -> bool:
         """Whether sequences can have pages for so many tokens each, in one step."""
@@ -129,5 +133,5 @@ class Admission:
         if not self._geometry.has_host_tier:
             return True
         if self._keep_running_resident:
-            new = beyond + self._outstanding
+            new = beyond + self.outstanding
         return new <= self._geometry.device_pages - self._states.num_fixed

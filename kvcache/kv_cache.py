@@ -61,6 +61,7 @@ class KVCache[DeviceT: CacheDevice]:
     ) -> None:
         self.geometry = geometry
         self.device = device
+        self._rows_per_page = geometry.rows_per_page
         self._with_hidden = with_hidden
         self._keep_running_resident = keep_running_resident
         self.moves = PageMoves(device.move, _MOVES_A_LAUNCH)
@@ -99,6 +100,14 @@ class KVCache[DeviceT: CacheDevice]:
     def pages_of(self, slot: int) -> tuple[int, ...]:
         """Pages of the sequence in a slot, in order."""
         return tuple(self._running[slot].pages)
+
+    def num_pages(self, slot: int) -> int:
+        """Pages of the sequence in a slot."""
+        return len(self._running[slot].pages)
+
+    def reserved_pages(self, slot: int) -> int:
+        """Pages that the sequence in a slot has or is promised: no more come free when it ends."""
+        return max(len(self._running[slot].pages), self._running[slot].promised_pages)
 
     def length(self, slot: int) -> int:
         """Tokens of the sequence in a slot whose rows are computed."""
@@ -139,7 +148,7 @@ class KVCache[DeviceT: CacheDevice]:
         self._admission.check(len(token_ids), promised_pages, found, spare_pages)
         self.tick()
         publication = self.index.acquire(found, self._clock)
-        self._running[slot] = RunningSequence(
+        sequence = RunningSequence(
             list(token_ids[: found.num_tokens]),
             list(found.pages),
             promised_pages,
@@ -147,6 +156,8 @@ class KVCache[DeviceT: CacheDevice]:
             [],
             CacheCounters(cached_tokens=found.num_tokens),
         )
+        self._running[slot] = sequence
+        self._admission.outstanding += sequence.outstanding
         table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
         table[: len(found.pages)] = found.pages
         self.device.assign_slot(slot, table, found.num_tokens)
@@ -171,9 +182,15 @@ class KVCache[DeviceT: CacheDevice]:
 
         There always are for rows within what was promised, as long as one sequence runs alone.
         """
+        running, rows_per_page = self._running, self._rows_per_page
+        # Most steps of a sequence find room on its last page.
         return self._admission.can_grow(
-            (self._running[slot], len(self._running[slot].token_ids) + count)
-            for slot, count in rows.items()
+            [
+                (sequence, length)
+                for slot, count in rows.items()
+                if (length := len((sequence := running[slot]).token_ids) + count)
+                > len(sequence.pages) * rows_per_page
+            ]
         )
 
     def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
@@ -186,12 +203,14 @@ class KVCache[DeviceT: CacheDevice]:
         Raises:
             OutOfPagesError: `can_prepare` would have said no.
         """
+        rows_per_page = self._rows_per_page
         for slot, count in rows.items():
             sequence = self._running[slot]
-            needed = self.geometry.pages_for(len(sequence.token_ids) + count)
-            for page in self._allocate(needed - len(sequence.pages)):
-                self.residency.start(page)
-                self._add_page(slot, page)
+            missing = len(sequence.token_ids) + count - len(sequence.pages) * rows_per_page
+            if missing > 0:
+                for page in self._allocate(self.geometry.pages_for(missing)):
+                    self.residency.start(page)
+                    self._add_page(slot, page)
         if self.geometry.has_host_tier:
             self._move_pages(rows, staging)
         self.moves.flush()
@@ -207,16 +226,17 @@ class KVCache[DeviceT: CacheDevice]:
             token_ids: the tokens.
             prompt_complete: others may continue from here, in the middle of a page.
         """
-        sequence = self._running[slot]
-        sealed = len(sequence.token_ids) // self.geometry.rows_per_page
+        sequence, rows_per_page = self._running[slot], self._rows_per_page
+        sealed = len(sequence.token_ids) // rows_per_page
         sequence.token_ids += token_ids
-        full = len(sequence.token_ids) // self.geometry.rows_per_page
+        full = len(sequence.token_ids) // rows_per_page
+        if full == sealed and not prompt_complete:
+            return
         for page in sequence.pages[sealed:full]:
             self.residency.seal(page)
         if full > sealed and self.geometry.has_host_tier:
             self._pin(sequence, sequence.pages[sealed:full])
-        if full > sealed or prompt_complete:
-            self._publish(sequence, partial=prompt_complete)
+        self._publish(sequence, partial=prompt_complete)
 
     def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
         """Ends a sequence; its pages stay as cached prefix as long as there is room for them.
@@ -226,6 +246,7 @@ class KVCache[DeviceT: CacheDevice]:
             parked: the sequence comes back as soon as there is room for it.
         """
         sequence = self._running.pop(slot)
+        self._admission.outstanding -= sequence.outstanding
         self.tick()
         self._unpin(sequence)
         self._publish(sequence, partial=True)
@@ -329,6 +350,9 @@ class KVCache[DeviceT: CacheDevice]:
             state = self.residency.state(page)
             unfilled = page in self._held and state is PageState.FREE
             assert unfilled or free == (state is PageState.FREE), f"page {page} is {state.name}"
+        promised = sum(sequence.outstanding for sequence in self._running.values())
+        counted = self._admission.outstanding
+        assert counted == promised, f"{counted} pages counted as promised, are {promised}"
         room = self._admission.room
         assert room >= 0, f"{-room} more pages promised than can be had"
 
@@ -336,13 +360,14 @@ class KVCache[DeviceT: CacheDevice]:
         while self.pool.num_free < count:
             if not self.index.evict(self._clock):
                 raise OutOfPagesError(f"{count} pages wanted, {self.pool.num_free} free")
-        return self.pool.allocate(max(count, 0))
+        return self.pool.allocate(count)
 
     def _add_page(self, slot: int, page: int) -> None:
-        pages = self._running[slot].pages
-        self._new_pages.append((slot, len(pages), page))
+        sequence = self._running[slot]
+        self._new_pages.append((slot, len(sequence.pages), page))
         self._slots_of[page] = {slot}
-        pages.append(page)
+        self._admission.outstanding -= sequence.outstanding > 0
+        sequence.pages.append(page)
 
     def _publish(self, sequence: RunningSequence, *, partial: bool) -> None:
         if sequence.publication is None:

@@ -6,7 +6,15 @@ _FREE = -1  # in place of a reference count
 
 
 class OutOfPagesError(RuntimeError):
-    """Fewer pages, or places for them, are free than were asked for."""
+    """Fewer pages, or places for them, are free than were asked for.
+
+    Attributes:
+        missing: how many more there would have to be at least, 0 if that is not known.
+    """
+
+    def __init__(self, message: str, missing: int = 0) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class PagePool:

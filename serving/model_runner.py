@@ -243,7 +243,7 @@ class ModelRunner:
         rows = fit(self.buckets.rows, len(chunk.token_ids))
         token_ids = np.zeros((1, rows), np.int32)
         token_ids[0, : len(chunk.token_ids)] = chunk.token_ids
-        context = self.buckets.prefill_context(rows, len(self.cache.pages_of(slot)))
+        context = self.buckets.prefill_context(rows, self.cache.num_pages(slot))
         output = self._prefill(slots, len(chunk.token_ids), token_ids, context)
         scores = None
         if sequence.scores_prompt:
@@ -261,7 +261,7 @@ class ModelRunner:
         slots = _nobody(fit(self.buckets.sequences, len(batch)))
         slots[: len(batch)] = list(batch)
         self.cache.prepare(dict.fromkeys(batch, 1))
-        most_pages = max(len(self.cache.pages_of(slot)) for slot in batch)
+        most_pages = max(self.cache.num_pages(slot) for slot in batch)
         output = self._decode(slots, fit(self.buckets.context_pages, most_pages))
         return self._choose(list(batch.values()), slots, output.logits, output.next_token)
 

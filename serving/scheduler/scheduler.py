@@ -174,7 +174,7 @@ class Scheduler:
         """Begins a step: there may be chunks again."""
         self.counters.steps += 1
         self._budget = self._max_num_batched_tokens
-        self._waiting.look_up(self._cache.num_cached, alone=not len(self._prefilling))
+        self._waiting.look_up(self._cache.num_cached, self._prefilling.first())
 
     def next_prefill(self) -> PrefillChunk | None:
         """The next chunk, or None if this step has no more.
@@ -349,7 +349,7 @@ class Scheduler:
             if not len(self._slots):
                 raise SequenceOutOfPagesError(sequence, len(tokens), str(error)) from error
             self.counters.refused += 1
-            self._waiting.refuse(record)
+            self._waiting.refuse(record, error.missing)
             return
         self._waiting.opened(record)
         self._slots.take(record)
@@ -366,11 +366,12 @@ class Scheduler:
     def _close(self, record: ScheduledSequence, *, parked: bool = False) -> None:
         """Takes a sequence's slot away; its rows stay cached while there is room."""
         assert record.slot is not None, "closed without a slot"
+        freed = self._cache.reserved_pages(record.slot)
         record.counters += self._cache.close(record.slot, parked=parked)
         self._slots.give_back(record)
         self._prefilling.discard(record)
         record.tokens = None
-        self._waiting.retry()
+        self._waiting.pages_freed(freed, idle=not len(self._slots))
 
     def _make_room(self, needy: ScheduledSequence) -> None:
         """Takes slots away: of all that need no more rows, or else of the youngest sequence.

@@ -32,7 +32,8 @@ class SequenceCache(Protocol):
             Leading tokens whose rows are there, at most all but the last.
 
         Raises:
-            OutOfPagesError: it does not fit beside what runs. Nothing has changed.
+            OutOfPagesError: it does not fit beside what runs, and will not before as many pages
+                come free as it tells. Nothing has changed.
         """
         ...
 
@@ -48,6 +49,10 @@ class SequenceCache(Protocol):
         self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
     ) -> None:
         """Tells the tokens of the next rows, which have been launched."""
+        ...
+
+    def reserved_pages(self, slot: int) -> int:
+        """Pages that a sequence has or is promised: no more come free when it ends."""
         ...
 
     def length(self, slot: int) -> int:

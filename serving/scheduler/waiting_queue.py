@@ -14,8 +14,9 @@ _TOKENS_LOOKED_UP_A_STEP = 1 << 19
 class WaitingQueue:
     """Sequences that have never had a slot, and parked ones, in the order of `PrefillQueue`.
 
-    The best one that did not fit holds up those behind it, and is not tried again until a slot has
-    been closed. Those whose prompt another is about to compute are held back until it has.
+    The best one that did not fit holds up those behind it, and is not tried again until as many
+    pages may have come free as it lacked: a trial takes a hash a page. Those whose prompt another
+    is about to compute are held back until it has.
 
     Args:
         age_weight: see `PrefillQueue`.
@@ -27,6 +28,7 @@ class WaitingQueue:
         self._parked: set[ScheduledSequence] = set()
         self._not_looked_up: collections.deque[ScheduledSequence] = collections.deque()
         self._refused: ScheduledSequence | None = None
+        self._missing = 0  # pages that have to come free before it is tried again
 
     @property
     def num_new(self) -> int:
@@ -53,24 +55,31 @@ class WaitingQueue:
         self._parked.add(record)
         self._queue.push(record)
 
-    def look_up(self, num_cached: Callable[[Sequence[int]], int], *, alone: bool) -> None:
+    def look_up(
+        self, num_cached: Callable[[Sequence[int]], int], prefilling: ScheduledSequence | None
+    ) -> None:
         """Finds out how much of some prompts is cached, in the order in which they came.
+
+        Not of one that is first anyhow: opening it will tell.
 
         Args:
             num_cached: tells it of tokens.
-            alone: no sequence is prefilling, so that one that waits alone need not be looked up.
+            prefilling: the best one that is prefilling.
         """
-        tokens, queue = 0, self._not_looked_up
+        tokens, queue, first = 0, self._not_looked_up, None
         while queue and tokens < _TOKENS_LOOKED_UP_A_STEP:
-            record = queue[0]
-            if record in self._queue and not record.was_parked:
-                if alone and len(self._queue) == 1:
-                    return
-                token_ids = known_tokens(record.sequence)
-                tokens += len(token_ids)
-                record.remaining = len(token_ids) - num_cached(token_ids)
-                self._queue.push(record)
-            queue.popleft()
+            record = queue.popleft()
+            if record not in self._queue or record.was_parked:
+                continue
+            if record is self._queue.first() and self._goes_before(record, prefilling):
+                first = record
+                continue
+            token_ids = known_tokens(record.sequence)
+            tokens += len(token_ids)
+            record.remaining = len(token_ids) - num_cached(token_ids)
+            self._queue.push(record)
+        if first is not None:
+            queue.appendleft(first)
 
     def next_to_open(self, prefilling: ScheduledSequence | None) -> ScheduledSequence | None:
         """Whose turn it is to get a slot, if that is before the best one that is prefilling."""
@@ -78,17 +87,23 @@ class WaitingQueue:
         # Of a parked one, all tokens must be known before it is opened again.
         if record is None or record is self._refused or record.under_way:
             return None
-        if prefilling is not None and self._queue.order(prefilling) < self._queue.order(record):
-            return None
-        return record
+        return record if self._goes_before(record, prefilling) else None
 
-    def refuse(self, record: ScheduledSequence) -> None:
-        """Notes that a sequence does not fit."""
-        self._refused = record
+    def refuse(self, record: ScheduledSequence, missing: int) -> None:
+        """Notes that a sequence does not fit before so many pages come free."""
+        self._refused, self._missing = record, missing
 
-    def retry(self) -> None:
-        """Notes that a slot has been closed."""
-        self._refused = None
+    def pages_freed(self, most_pages: int, *, idle: bool) -> None:
+        """Notes that a slot has been closed.
+
+        Args:
+            most_pages: pages that may have come free.
+            idle: no slot is taken now.
+        """
+        # One more, as one page less is to be spared for those that run.
+        self._missing -= most_pages + 1
+        if idle or self._missing <= 0:
+            self._refused = None
 
     def opened(self, record: ScheduledSequence) -> None:
         """Gives a sequence away, which has got a slot."""
@@ -131,6 +146,9 @@ class WaitingQueue:
         queued = phases[Phase.WAITING] | phases[Phase.PARKED]
         assert set(self._queue.records) == queued, "waiting sequences lost"
         assert self._refused is None or self._refused in queued, "waits for a sequence that is gone"
+
+    def _goes_before(self, record: ScheduledSequence, prefilling: ScheduledSequence | None) -> bool:
+        return prefilling is None or self._queue.order(record) < self._queue.order(prefilling)
 
     def _enqueue(self, record: ScheduledSequence, *, look_up: bool = True) -> None:
         record.phase = Phase.WAITING

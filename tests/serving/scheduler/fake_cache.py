@@ -66,8 +66,9 @@ class FakeCache(SequenceCache):
         self.num_tried += 1
         shared = self._find(token_ids) if use_prefix else []
         promised_pages = self.pages_for(promised_tokens)
-        if promised_pages - len(shared) + spare_pages > self.room(shared):
-            raise OutOfPagesError(f"{promised_pages} pages wanted")
+        missing = promised_pages - len(shared) + spare_pages - self.room(shared)
+        if missing > 0:
+            raise OutOfPagesError(f"{promised_pages} pages wanted", missing)
         for prefix in shared:
             self.cached[prefix] = self.cached.pop(prefix) + 1
         found = len(shared) * self.rows_per_page
@@ -103,6 +104,9 @@ class FakeCache(SequenceCache):
             self.cached[prefix] = 1
             sequence.shared.append(prefix)
             sequence.own_pages -= 1
+
+    def reserved_pages(self, slot: int) -> int:
+        return self.running[slot].num_pages + self.running[slot].outstanding
 
     def length(self, slot: int) -> int:
         return len(self.running[slot].tokens)

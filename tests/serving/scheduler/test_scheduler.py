@@ -145,7 +145,8 @@ def test_prompts_are_looked_up_once_and_only_when_others_compete() -> None:
     waiting = [add(run, prompt(12, 2 + number)) for number in range(5)]
     for _ in range(4):
         launched(run)
-    assert (cache.num_looked_up, cache.num_tried) == (len(waiting), 2)
+    # Not the first of them: the trial told what is cached of it.
+    assert (cache.num_looked_up, cache.num_tried) == (len(waiting) - 1, 2)
     assert run.scheduler.counters.refused == 1
     steps_to_finish(run, running)
     steps_to_finish(run, waiting[-1])
@@ -162,6 +163,24 @@ def test_what_does_not_fit_holds_up_those_behind_it() -> None:
         assert not launched(run)
     assert [sequence for sequence, _ in launched(run)] == [big]
     steps_to_finish(run, small)
+
+
+def test_one_that_did_not_fit_is_tried_when_so_much_has_come_free() -> None:
+    """Catches a trial, which takes a hash for each page, whenever any other sequence ends."""
+    run = engine(num_pages=16, max_num_batched_tokens=64, most_step_rows=64)
+    cache = run.cache
+    assert isinstance(cache, FakeCache)
+    running = [add(run, endless(prompt(8, 1 + n), 3 + n), max_tokens=3 + n) for n in range(4)]
+    launched(run)
+    big = add(run, prompt(32, 9))
+    tried = []
+    for sequence in running:
+        steps_to_finish(run, sequence)
+        launched(run)
+        tried.append(cache.num_tried - len(running))
+    # It needs 9 pages, where 16 less 4 times 3 are free, and has to leave one for each.
+    assert tried == [1, 1, 2, 2]
+    steps_to_finish(run, big)
 
 
 def test_half_computed_prompts_go_on_behind_one_that_does_not_fit() -> None:
