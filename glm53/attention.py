@@ -72,8 +72,8 @@ class Attention(nnx.Module):
         return project
 
     def output(self, layer: Index) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """A function from each shard's mixed latents [t, shards, heads, kv_lora_rank] and their
-        log-sum-exps [t, shards, heads] to this device's part of the output [t, hidden]."""
+        """A function from each shard's mixed latents [shards, t, heads, kv_lora_rank] and their
+        log-sum-exps [shards, t, heads] to this device's part of the output [t, hidden]."""
         o_proj = self.o_proj.bind(layer)
         _, value_up = self._up_projections(layer)
         dtype = self.config.compute_dtype

@@ -315,11 +315,13 @@ class Forward:
         shards = self.geometry.num_devices
 
         def exchange(array: jax.Array) -> jax.Array:
+            """[tokens, heads, ...] to [shards, tokens, local heads, ...]."""
             by_owner = array.reshape(array.shape[0], shards, -1, *array.shape[2:])
-            return lax.all_to_all(by_owner, MESH_AXIS, split_axis=1, concat_axis=1, tiled=True)
+            return lax.all_to_all(by_owner, MESH_AXIS, split_axis=1, concat_axis=0)
 
         finish = self.model.layers.self_attn.output(index.layer)
-        return lax.psum(map_row_tiles(finish, exchange(mixed), exchange(lse)), MESH_AXIS)
+        local = map_row_tiles(finish, exchange(mixed), exchange(lse), axis=1)
+        return lax.psum(local, MESH_AXIS)
 
     def _dense(self, index: LayerIndex, hidden: jax.Array) -> jax.Array:
         norm = self.model.layers.post_attention_layernorm.bind(index.layer)

@@ -117,7 +117,8 @@ class MixtureOfExperts(nnx.Module):
             end = dispatch.tiles_end[number]
             return end, lax.fori_loop(first, end, run_tile, outputs)
 
-        outputs = jnp.zeros((dispatch.num_places, rows.shape[1]), rows.dtype)
+        # Nothing is read that no tile has written.
+        outputs = lax.empty((dispatch.num_places, rows.shape[1]), rows.dtype)
         _, outputs = lax.while_loop(
             lambda state: state[0] < dispatch.tiles_end[-1],
             run_expert,

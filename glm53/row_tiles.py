@@ -15,21 +15,41 @@ ROW_TILE = 8
 """Rows of a tile."""
 
 
-def map_row_tiles[Outputs](fn: Callable[..., Outputs], *rows: jax.Array) -> Outputs:
+def map_row_tiles[Outputs](fn: Callable[..., Outputs], *rows: jax.Array, axis: int = 0) -> Outputs:
     """Applies `fn` to tiles of rows, padded with zeros, one after another.
 
     Args:
-        fn: maps arrays [ROW_TILE, ...] to arrays [ROW_TILE, ...], each row on its own.
-        rows: arrays [tokens, ...].
+        fn: maps arrays [..., ROW_TILE, ...] to arrays [ROW_TILE, ...], each row on its own.
+        rows: arrays [..., tokens, ...].
+        axis: axis of their tokens.
 
     Returns:
-        What `fn` gives, for all tokens.
+        What `fn` gives, [tokens, ...].
     """
-    num_rows = rows[0].shape[0]
+    num_rows = rows[0].shape[axis]
+    num_tiles = -(-num_rows // ROW_TILE)
 
-    def tile(array: jax.Array) -> jax.Array:
-        padding = [(0, -num_rows % ROW_TILE)] + [(0, 0)] * (array.ndim - 1)
-        return jnp.pad(array, padding).reshape(-1, ROW_TILE, *array.shape[1:])
+    def pad(array: jax.Array) -> jax.Array:
+        padding = [(0, 0)] * array.ndim
+        padding[axis] = (0, num_tiles * ROW_TILE - num_rows)
+        return jnp.pad(array, padding)
 
-    tiles = lax.map(lambda arrays: fn(*arrays), tuple(tile(array) for array in rows))
-    return jax.tree.map(lambda out: out.reshape(-1, *out.shape[2:])[:num_rows], tiles)
+    padded = [pad(array) for array in rows]
+
+    def compute(number: jax.Array | int) -> Outputs:
+        start = number * ROW_TILE
+        return fn(*(lax.dynamic_slice_in_dim(x, start, ROW_TILE, axis) for x in padded))
+
+    def run(number: jax.Array, outputs: Outputs) -> Outputs:
+        def put(output: jax.Array, tile: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(output, tile, number * ROW_TILE, 0)
+
+        return jax.tree.map(put, outputs, compute(number))
+
+    # Every row is written: unlike the outputs of `lax.map`, these need not be zeros before.
+    outputs = jax.tree.map(
+        lambda tile: lax.empty((num_tiles * ROW_TILE, *tile.shape[1:]), tile.dtype),
+        jax.eval_shape(lambda: compute(0)),
+    )
+    outputs = lax.fori_loop(0, num_tiles, run, outputs)
+    return jax.tree.map(lambda output: output[:num_rows], outputs)

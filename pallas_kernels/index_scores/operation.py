@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels import implementation as implementations
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.index_scores import mosaic_gpu, reference
+from pallas_kernels.index_scores.plan import unsupported
 from pallas_kernels.row_format import RowFormat
 
 
@@ -42,7 +43,7 @@ def index_scores(
         implementation,
         functools.partial(reference.index_scores, row_format=row_format),
         kernel,
-        mosaic_gpu.unsupported((1, *query.shape), query.dtype, index_keys.shape[2], row_format),
+        unsupported((1, *query.shape), query.dtype, index_keys.shape[2], row_format),
         query,
         head_weights,
         index_keys,
@@ -92,7 +93,7 @@ def batched_index_scores(
         implementation,
         functools.partial(reference.batched_index_scores, row_format=row_format),
         functools.partial(mosaic_gpu.index_scores, row_format=row_format),
-        mosaic_gpu.unsupported(query.shape, query.dtype, index_keys.shape[2], row_format),
+        unsupported(query.shape, query.dtype, index_keys.shape[2], row_format),
         query,
         head_weights,
         index_keys,

@@ -5,9 +5,11 @@ counting, and lists their indices in ascending order. XLA gathers what they name
 selects from it. So scores are read from memory once, no block waits for another, and a row of 128K
 scores takes three rounds.
 
-The devices of a mesh are one round more: `merge_topk` selects from what all of them selected. In
-its place their common threshold could be had with counts alone: `block_selection.bisect` asks for a
-count from a bound on, which may be a sum over blocks and a `psum` over devices.
+After the first round a row's candidates are in lists [lists, rows, width], one from each block. The
+devices of a mesh are one round more: `merge_topk` selects from the lists of all of them, as
+`all_gather` leaves them. In its place their common threshold could be had with counts alone:
+`block_selection.bisect` asks for a count from a bound on, which may be a sum over blocks and a
+`psum` over devices.
 """
 
 import functools
@@ -47,13 +49,12 @@ def select_topk(
     interpret: Any,
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """`operation.select_topk`; if not `ordered`, positions ascend."""
-    context = scores.shape[1]
-    kept = min(k, context)
+    kept = min(k, scores.shape[1])
     index = _best_of_blocks(
-        scores, kept, bounds=(positions, last), first=first, interpret=interpret
+        scores[None], kept, bounds=(positions, last), first=first, interpret=interpret
     )
-    scores, positions = _gather(index, scores, jnp.broadcast_to(positions, scores.shape))
-    scores, positions = _finish(scores, positions, kept, by_position=False, interpret=interpret)
+    best = _take(scores[None], index), jnp.where(index < 0, -1, positions[jnp.maximum(index, 0)])
+    scores, positions = _finish(*best, kept, by_position=False, interpret=interpret)
     scores = jnp.where(scores == 0, 0.0, scores)
     if ordered:
         scores, positions = lax.sort((-scores, positions), num_keys=2)
@@ -72,20 +73,21 @@ def merge_topk(
     interpret: Any,
 ) -> Int[Array, "rows k"]:
     """`operation.merge_topk`."""
-    num_shards, num_rows, k = scores.shape
+    num_shards, _, k = scores.shape
     if num_shards == 1:
         best = positions[0]
     else:
-        candidates = positions.transpose(1, 0, 2).reshape(num_rows, -1)
-        ranked = scores.transpose(1, 0, 2).reshape(num_rows, -1)
-        _, best = _finish(ranked, candidates, k, by_position=True, interpret=interpret)
+        missing = [(0, 0), (0, 0), (0, -k % block_selection.GRANULE)]
+        scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
+        positions = jnp.pad(positions, missing, constant_values=-1)
+        _, best = _finish(scores, positions, k, by_position=True, interpret=interpret)
     ordered = jnp.sort(jnp.where(best < 0, _LAST, best), axis=-1)
     return jnp.where(ordered == _LAST, -1, ordered)
 
 
 def _finish(
-    scores: Float[Array, "rows candidates"],
-    positions: Int[Array, "rows candidates"],
+    scores: Float[Array, "lists rows width"],
+    positions: Int[Array, "lists rows width"],
     k: int,
     *,
     by_position: bool,
@@ -93,67 +95,63 @@ def _finish(
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """The best k of each row, by rounds, in the order they are in; of equal scores those of the
     lowest positions, or the first. Where there are fewer, -inf and -1."""
-    while scores.shape[1] > k:
+    while scores.shape[0] > 1:
         order = positions if by_position else None
         index = _best_of_blocks(scores, k, order=order, interpret=interpret)
-        scores, positions = _gather(index, scores, positions)
-    return scores, positions
-
-
-def _gather(
-    index: Int[Array, "rows kept"],
-    scores: Float[Array, "rows candidates"],
-    positions: Int[Array, "rows candidates"],
-) -> tuple[Float[Array, "rows kept"], Int[Array, "rows kept"]]:
-    """What indices name, -inf and -1 where they are -1."""
-    named = jnp.maximum(index, 0)
-    return (
-        jnp.where(index >= 0, _take(scores, named), -jnp.inf),
-        jnp.where(index >= 0, _take(positions, named), -1),
-    )
+        scores, positions = _take(scores, index), _take(positions, index)
+    return scores[0, :, :k], positions[0, :, :k]
 
 
 def _take(
-    values: Shaped[Array, "rows candidates"], index: Int[Array, "rows kept"]
-) -> Shaped[Array, "rows kept"]:
-    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
+    values: Shaped[Array, "lists rows width"], index: Int[Array, "blocks rows kept"]
+) -> Shaped[Array, "blocks rows kept"]:
+    """What indices name in a row of all lists; where they are -1, -inf or -1."""
+    _, num_rows, width = values.shape
+    named = jnp.maximum(index, 0)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    place = (lax.div(named, width) * num_rows + row) * width + lax.rem(named, width)
+    found = values.reshape(-1).at[place].get(mode="promise_in_bounds")
+    return jnp.where(index < 0, -jnp.inf if values.dtype == jnp.float32 else -1, found)
 
 
 def _best_of_blocks(
-    scores: Float[Array, "rows candidates"],
+    scores: Float[Array, "lists rows width"],
     k: int,
     *,
-    bounds: tuple[Int[Array, " candidates"], Int[Array, " rows"]] | None = None,
+    bounds: tuple[Int[Array, " width"], Int[Array, " rows"]] | None = None,
     first: int = 0,
-    order: Int[Array, "rows candidates"] | None = None,
+    order: Int[Array, "lists rows width"] | None = None,
     interpret: Any,
-) -> Int[Array, "rows kept"]:
-    """One round: indices of the best k of each block of a row, ascending, then -1, by block.
+) -> Int[Array, "blocks rows kept"]:
+    """One round: indices of the best k of each block of a row, ascending, then -1.
+
+    A row's candidates are in several lists, which are numbered through. A block is a part of the
+    one list that there is, or some of several lists.
 
     Args:
-        scores: scores of the candidates; -inf is never chosen.
+        scores: scores of the candidates; -inf is never chosen. Several lists are of a multiple of
+            GRANULE each, and two of them fit into a block.
         k: how many are wanted.
-        bounds: positions of the candidates, ascending, and the last to choose, by row.
+        bounds: positions of one list's candidates, ascending, and the last to choose, by row.
         first: first position to choose, given bounds.
         order: what breaks ties, distinct and not negative where a score is above -inf; by default
             the index.
         interpret: parameters of the interpreter.
     """
-    num_rows, num_candidates = scores.shape
-    size = min(num_candidates, block_selection.LARGEST_BLOCK)
-    if size % block_selection.GRANULE:
+    num_lists, num_rows, width = scores.shape
+    size = min(num_lists * width, block_selection.LARGEST_BLOCK)
+    if num_lists > 1:
+        size -= size % width
+    elif missing := -size % block_selection.GRANULE:
         # A row of less than a block.
-        missing = -size % block_selection.GRANULE
-        scores = jnp.pad(scores, [(0, 0), (0, missing)], constant_values=-jnp.inf)
+        scores = jnp.pad(scores, [(0, 0), (0, 0), (0, missing)], constant_values=-jnp.inf)
         if bounds is not None:
             bounds = (jnp.pad(bounds[0], (0, missing), constant_values=_LAST), bounds[1])
-        if order is not None:
-            order = jnp.pad(order, [(0, 0), (0, missing)])
         size += missing
-    num_blocks = pl.cdiv(num_candidates, size)
-    kept = min(-(-k // 128) * 128, size)
+    num_blocks = pl.cdiv(num_lists * width, size)
+    kept = -(-k // block_selection.GRANULE) * block_selection.GRANULE
     optional = [*(bounds or ()), *(() if order is None else (order,))]
-    index = plgpu.kernel(
+    return plgpu.kernel(
         functools.partial(
             _block,
             size=size,
@@ -161,14 +159,13 @@ def _best_of_blocks(
             first=None if bounds is None else first,
             by_order=order is not None,
         ),
-        out_type=jax.ShapeDtypeStruct((num_rows, num_blocks, kept), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((num_blocks, num_rows, kept), jnp.int32),
         grid=(num_rows, num_blocks),
         grid_names=("row", "block"),
         scratch_types=[plgpu.SMEM((block_selection.buffer_size(size),), jnp.int32)],
         kernel_name="select_topk",
         interpret=interpret,
     )(scores, *optional)
-    return index[:, 0, :k] if num_blocks == 1 else index.reshape(num_rows, -1)
 
 
 def _block(
@@ -186,14 +183,27 @@ def _block(
     """
     *optional, index_ref, buffer = references
     row, block = lax.axis_index("row"), lax.axis_index("block")
+    num_lists, _, width = scores_ref.shape
     kept = index_ref.shape[-1]
     # The last block begins early enough to be full, and leaves out what the one before it has.
     begin = block * size
-    start = jnp.minimum(begin, scores_ref.shape[1] - size)
+    start = jnp.minimum(begin, num_lists * width - size)
+
+    def candidates(reference: Any) -> jax.Array:
+        """What the block has of a row of all lists."""
+        if num_lists == 1:
+            return block_selection.load(reference.at[0, row], start, size)
+        first_list = lax.div(start, width)
+        for number in range(size // width):
+            part = block_selection.load(reference.at[first_list + number, row], 0, width)
+            part = lax.bitcast_convert_type(part, jnp.int32)
+            buffer[pl.ds(number * width, width)] = part
+        joined = block_selection.load(buffer, 0, size)
+        return lax.bitcast_convert_type(joined, reference.dtype)
 
     def keys() -> tuple[jax.Array, jax.Array]:
         """Keys, and the index of each in the block."""
-        scores = block_selection.load(scores_ref.at[row], start, size)
+        scores = candidates(scores_ref)
         index = block_selection.indices(size)
         allowed = (scores > -jnp.inf) & (index >= begin - start)
         if first is not None:
@@ -211,16 +221,16 @@ def _block(
         def _() -> None:
             order, limit = index, size
             if by_order:
-                order, limit = block_selection.load(optional[-1].at[row], start, size), _LAST
+                order, limit = candidates(optional[-1]), _LAST
             chosen = block_selection.choose(values, wanted, order, limit)
             block_selection.compact(chosen, buffer)
             found = start + block_selection.load(buffer, 0, kept)
-            index_ref[row, block] = jnp.where(block_selection.indices(kept) < wanted, found, -1)
+            index_ref[block, row] = jnp.where(block_selection.indices(kept) < wanted, found, -1)
 
         pl.when(wanted == 0)(nothing)
 
     def nothing() -> None:
-        index_ref[row, block] = block_selection.filled(kept, -1)
+        index_ref[block, row] = block_selection.filled(kept, -1)
 
     if first is None:
         run()

@@ -90,18 +90,18 @@ def _fetch(
 
 
 def merge_attention(
-    outputs: Float[Array, "rows shards heads latent"], lse: Float[Array, "rows shards heads"]
+    outputs: Float[Array, "shards rows heads latent"], lse: Float[Array, "shards rows heads"]
 ) -> Float[Array, "rows heads latent"]:
     """Combines attention over disjoint shards of a selection, in the order of the shards.
 
     Shards with log-sum-exp -inf count for nothing; if all have it, the result is 0.
     """
     outputs = jnp.where((lse == -jnp.inf)[..., None], 0.0, outputs)
-    highest = jnp.max(lse, axis=1, keepdims=True)
+    highest = jnp.max(lse, axis=0)
     weights = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0.0))
-    merged = weights[:, 0, :, None] * outputs[:, 0]
-    total = weights[:, 0]
-    for shard in range(1, lse.shape[1]):
-        merged += weights[:, shard, :, None] * outputs[:, shard]
-        total += weights[:, shard]
+    merged = weights[0, ..., None] * outputs[0]
+    total = weights[0]
+    for shard in range(1, lse.shape[0]):
+        merged += weights[shard, ..., None] * outputs[shard]
+        total += weights[shard]
     return merged / jnp.where(total > 0, total, 1.0)[..., None]

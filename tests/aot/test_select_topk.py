@@ -2,6 +2,7 @@ import functools
 
 import jax
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from glm53.sharding import make_mesh
@@ -43,10 +44,26 @@ def test_selection(name: str, rounds: int) -> None:
 
 
 def test_merge() -> None:
-    """A kernel that spills, or a merge of more launches than two rounds, transposes and a sort."""
-    spec = SPECS["glm_1m"]
-    step = functools.partial(merge_topk, implementation="mosaic_gpu")
-    report = compile_for_h200(step, on_device(spec.merge_shapes))
+    """A kernel that spills, a merge of more launches than two rounds, their gathers and a sort, or
+    one that first puts in order what the devices gathered."""
+    spec, mesh = SPECS["glm_1m_drafts"], make_mesh(8)
+    by_device = NamedSharding(mesh, PartitionSpec("model"))
+
+    def step(scores: jax.Array, positions: jax.Array) -> jax.Array:
+        gathered = (lax.all_gather(x[0], "model") for x in (scores, positions))
+        return merge_topk(*gathered, implementation="mosaic_gpu")
+
+    report = compile_for_h200(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=by_device.spec,
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        ),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_device) for x in spec.merge_shapes],
+    )
+    assert report.copies == []
     assert all(kernel.spilled_bytes == 0 for kernel in report.kernels)
     assert report.launch_counts["select_topk"] == 2
-    assert report.launches <= 9
+    assert report.launches <= 6

@@ -32,6 +32,18 @@ def test_in_place(compiled: tuple[DecodeStep, CompileReport]) -> None:
     assert report.rematerialized == ()
 
 
+def test_copies(compiled: tuple[DecodeStep, CompileReport]) -> None:
+    """Activations that are copied or change their layout, but for attention's, which is no kernel
+    yet: two loops over layers turn what it gives by device, and its loop fills a copy of zeros."""
+    _, report = compiled
+    turned = [copy for copy in report.copies if " transpose(" in copy]
+    assert len(turned) <= 2
+    assert all("f32[8,1,32,8,512]" in copy and "/attend/" in copy for copy in turned)
+    others = [copy for copy in report.copies if copy not in turned]
+    assert len(others) <= 1
+    assert all(" = f32[32,64,512]" in copy and " copy(" in copy for copy in others)
+
+
 def test_nothing_is_read_back(compiled: tuple[DecodeStep, CompileReport]) -> None:
     """A loop or branch that waits until the host has read its condition.
 

@@ -217,7 +217,7 @@ def test_merge_equals_the_whole(kind: RowKind, shards: int) -> None:
     parts = [
         slab.attend(query, np.where(ids % shards == shard, ids, -1)) for shard in range(shards)
     ]
-    outputs, lse = np.stack([x for x, _ in parts], 1), np.stack([x for _, x in parts], 1)
+    outputs, lse = np.stack([x for x, _ in parts]), np.stack([x for _, x in parts])
     merged = np.asarray(merge_attention(jnp.asarray(outputs), jnp.asarray(lse)))
     np.testing.assert_allclose(merged, slab.exact(query, ids)[0], rtol=2e-5, atol=2e-6)
     assert (merged[-1] == 0).all()
@@ -234,17 +234,17 @@ def test_merge_of_nothing() -> None:
 def test_empty_shards_count_for_nothing() -> None:
     """A shard with log-sum-exp -inf that changes a bit, whatever its output holds."""
     rng = np.random.default_rng(5)
-    outputs = rng.normal(size=(3, 1, HEADS, LATENT)).astype(np.float32)
-    lse = rng.normal(size=(3, 1, HEADS)).astype(np.float32) * 100
+    outputs = rng.normal(size=(1, 3, HEADS, LATENT)).astype(np.float32)
+    lse = rng.normal(size=(1, 3, HEADS)).astype(np.float32) * 100
     for junk, place in ((0.0, 0), (np.nan, 0), (np.inf, 1), (-np.inf, 1)):
-        with_empty = np.insert(outputs, place, junk, axis=1)
-        with_lse = np.insert(lse, place, -np.inf, axis=1)
+        with_empty = np.insert(outputs, place, junk, axis=0)
+        with_lse = np.insert(lse, place, -np.inf, axis=0)
         merged = merge_attention(jnp.asarray(with_empty), jnp.asarray(with_lse))
         assert np.asarray(merged).tobytes() == outputs.tobytes()
 
 
 def test_merge_of_two() -> None:
     """Weights that are not the shares of the shards' sums of exponentials."""
-    outputs = jnp.asarray([[[[1.0, 0.0]], [[0.0, 1.0]]]])
-    lse = jnp.asarray([[[math.log(3.0) + 500], [math.log(1.0) + 500]]])
+    outputs = jnp.asarray([[[[1.0, 0.0]]], [[[0.0, 1.0]]]])
+    lse = jnp.asarray([[[math.log(3.0) + 500]], [[math.log(1.0) + 500]]])
     np.testing.assert_allclose(merge_attention(outputs, lse), [[[0.75, 0.25]]], rtol=1e-4)
