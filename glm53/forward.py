@@ -5,7 +5,6 @@ written out. Queries of all heads meet the rows on the device that owns them; a 
 merge of partial attention make the result exact.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm53.config import GLMConfig
-from glm53.layer_plan import LayerIndex, layer_indices, plan_segments
+from glm53.layer_plan import LayerIndex, layer_indices, run_layers
 from glm53.model import GLMModel
 from glm53.rope import rope_angles
 from glm53.row_tiles import map_row_tiles
@@ -98,6 +97,8 @@ class Forward:
         position_lag: RoPE position of a row is its position minus this; 1 for the MTP layer, whose
             row from token p + 1 and the hidden state of p lies in slot p + 1. Positions below it
             are never selected.
+        one_body: whether the trunk is one loop over all layers, which branches by their kind, and
+            not one for each repeated pattern.
     """
 
     def __init__(
@@ -107,8 +108,11 @@ class Forward:
         geometry: KVGeometry,
         rows: Rows,
         position_lag: int = 0,
+        *,
+        one_body: bool = False,
     ) -> None:
         self.model, self.config, self.geometry, self.rows = model, config, geometry, rows
+        self.one_body = one_body
         self.first_position = position_lag
         self.device = lax.axis_index(MESH_AXIS)
         self.positions = rows.flat_positions
@@ -151,28 +155,16 @@ class Forward:
             trace: also return what each layer gave.
         """
         state = (self.embed(token_ids), store, self.no_selection())
-        traces = []
         layers = layer_indices(self.config)[: self.config.num_hidden_layers]
-        for segment in plan_segments(layers):
 
-            def run(state: tuple, repeat: jax.Array | int, pattern=segment.layers) -> tuple:
-                outputs = []
-                for index in pattern:
-                    state = self.layer(_advance(index, pattern, repeat), *state)
-                    if trace:
-                        outputs.append((state[0], state[2].positions))
-                return state, jax.tree.map(lambda *x: jnp.stack(x), *outputs) if trace else None
+        def run(index: LayerIndex, state: tuple) -> tuple:
+            state = self.layer(index, *state)
+            return state, (state[0], state[2].positions) if trace else None
 
-            if segment.repeats == 1:
-                state, traced = run(state, 0)
-            else:
-                state, traced = lax.scan(run, state, jnp.arange(segment.repeats))
-                traced = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), traced)
-            traces.append(traced)
+        state, traced = run_layers(layers, run, state, one_body=self.one_body)
         hidden, store, _ = state
         hidden = map_row_tiles(self.model.norm.bind(), hidden)
-        whole = LayerTrace(*map(jnp.concatenate, zip(*traces, strict=True))) if trace else None
-        return hidden, store, whole
+        return hidden, store, LayerTrace(*traced) if traced else None
 
     def layer(
         self,
@@ -188,9 +180,7 @@ class Forward:
             store = stage_layer(store, index.layer, selection.staged)
             attended = self._attend(index, query, store, selection)
         hidden = hidden + attended
-        with jax.named_scope("experts" if index.sparse else "dense"):
-            mixed = self._experts(index, hidden) if index.sparse else self._dense(index, hidden)
-        return hidden + mixed, store, selection
+        return hidden + self._mix(index, hidden), store, selection
 
     def _project(
         self, index: LayerIndex, hidden: jax.Array, store: KVStore, selection: Selection
@@ -199,25 +189,38 @@ class Forward:
         layers, geometry = self.model.layers, self.geometry
         norm = layers.input_layernorm.bind(index.layer)
         project = layers.self_attn.projector(index.layer)
-        project_index = layers.indexer.projector(index.index_layer) if index.full else None
+        project_index = layers.indexer.projector(index.index_layer) if index.full is True else None
 
         def run(hidden: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
             rows = norm(hidden)
             query_latent, query, latent, key = project(rows, cos, sin)
             if geometry.row_format.kind == "fp8":
                 latent = latent.astype(jnp.float32)  # quantised before it is rounded
-            if project_index is None:
-                return query, latent, key, None
-            return query, latent, key, project_index(rows, query_latent, cos, sin)
+            if project_index is not None:
+                return query, latent, key, project_index(rows, query_latent, cos, sin)
+            return query, latent, key, None if index.full is False else (rows, query_latent)
 
         query, latent, key, indexed = map_row_tiles(run, hidden, self.cos, self.sin)
         where = (self.pages, self.positions, self.device)
         store = append_rows(store, geometry, index.layer, latent, key, *where)
-        if indexed is not None:
+
+        def index_rows(indexed: tuple[jax.Array, ...], store: KVStore) -> tuple[KVStore, Selection]:
             index_query, weights, keys = indexed
             store = append_index_keys(store, geometry, index.index_layer, keys, *where)
             with jax.named_scope("select"):
-                store, selection = self._select(index, index_query, weights, store)
+                return self._select(index, index_query, weights, store)
+
+        if index.full is True:
+            store, selection = index_rows(indexed, store)
+        elif indexed is not None:
+
+            def index_layer(_, state: tuple[KVStore, Selection]) -> tuple[KVStore, Selection]:
+                project = layers.indexer.projector(index.index_layer)
+                return index_rows(map_row_tiles(project, *indexed, self.cos, self.sin), state[0])
+
+            # A loop, which unlike a branch updates arrays in place.
+            times = jnp.asarray(index.full, jnp.int32)
+            store, selection = lax.fori_loop(0, times, index_layer, (store, selection))
         return query, store, selection
 
     def _select(
@@ -323,6 +326,21 @@ class Forward:
         local = map_row_tiles(finish, exchange(mixed), exchange(lse), axis=1)
         return lax.psum(local, MESH_AXIS)
 
+    def _mix(self, index: LayerIndex, hidden: jax.Array) -> jax.Array:
+        """The dense MLP or the experts."""
+
+        def dense(hidden: jax.Array) -> jax.Array:
+            with jax.named_scope("dense"):
+                return self._dense(index, hidden)
+
+        def experts(hidden: jax.Array) -> jax.Array:
+            with jax.named_scope("experts"):
+                return self._experts(index, hidden)
+
+        if isinstance(index.sparse, bool):
+            return experts(hidden) if index.sparse else dense(hidden)
+        return lax.cond(index.sparse, experts, dense, hidden)
+
     def _dense(self, index: LayerIndex, hidden: jax.Array) -> jax.Array:
         norm = self.model.layers.post_attention_layernorm.bind(index.layer)
         mlp = self.model.layers.dense_mlp.bind(index.mlp_layer)
@@ -362,15 +380,3 @@ def _map_batches(
         return function(arrays)
     batches = tuple(x.reshape(-1, batch, *x.shape[1:]) for x in arrays)
     return jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), lax.map(function, batches))
-
-
-def _advance(
-    index: LayerIndex, pattern: tuple[LayerIndex, ...], repeat: jax.Array | int
-) -> LayerIndex:
-    """The layer that takes this one's place in a later repeat of its pattern."""
-    return dataclasses.replace(
-        index,
-        layer=index.layer + repeat * len(pattern),
-        index_layer=index.index_layer + repeat * sum(x.full for x in pattern),
-        mlp_layer=index.mlp_layer + repeat * sum(x.sparse == index.sparse for x in pattern),
-    )

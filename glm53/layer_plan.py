@@ -6,14 +6,20 @@ layers, indexers over the full ones, dense MLPs and experts over theirs.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from glm53.config import GLMConfig
 
 Index = int | jax.Array
 """A place in a stack, known when tracing or not."""
+
+Flag = bool | jax.Array
+"""A layer's kind, known when tracing or not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +38,8 @@ class LayerIndex:
     layer: Index
     index_layer: Index
     mlp_layer: Index
-    full: bool
-    sparse: bool
+    full: Flag
+    sparse: Flag
 
     def as_shared(self) -> "LayerIndex":
         """The same layer reusing a selection instead of making its own."""
@@ -86,7 +92,76 @@ def plan_segments(layers: Sequence[LayerIndex]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _best_pattern(kinds: list[tuple[bool, bool]]) -> tuple[int, int]:
+def run_layers[State, Output](
+    layers: Sequence[LayerIndex],
+    run: Callable[[LayerIndex, State], tuple[State, Output]],
+    state: State,
+    *,
+    one_body: bool,
+) -> tuple[State, Output]:
+    """Runs layers one after another.
+
+    Args:
+        layers: the layers.
+        run: from a layer and the state before it to the state after it and an output.
+        state: what the first layer is given.
+        one_body: whether all layers are one loop that is compiled once and branches by their kinds,
+            instead of a loop for each repeated pattern, where kinds are known when tracing.
+
+    Returns:
+        The last state, and the layers' outputs, stacked along a new first axis.
+    """
+    if one_body:
+
+        def run_any(state: State, number: jax.Array) -> tuple[State, Output]:
+            return run(_any_layer(layers, number), state)
+
+        return lax.scan(run_any, state, jnp.arange(len(layers)))
+    outputs = []
+    for segment in plan_segments(layers):
+
+        def run_pattern(
+            state: State, repeat: Index, pattern: tuple[LayerIndex, ...] = segment.layers
+        ) -> tuple[State, Output]:
+            outputs = []
+            for index in pattern:
+                state, output = run(_advance(index, pattern, repeat), state)
+                outputs.append(output)
+            return state, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+
+        if segment.repeats == 1:
+            state, output = run_pattern(state, 0)
+        else:
+            state, output = lax.scan(run_pattern, state, jnp.arange(segment.repeats))
+            output = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), output)
+        outputs.append(output)
+    return state, jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
+
+
+def _any_layer(layers: Sequence[LayerIndex], number: jax.Array) -> LayerIndex:
+    """The layer of a number that is known only when the step runs.
+
+    What is the same for all of them is known when tracing.
+    """
+
+    def look_up(field: str) -> Any:
+        values = [getattr(layer, field) for layer in layers]
+        return values[0] if len(set(values)) == 1 else jnp.array(values)[number]
+
+    return LayerIndex(*(look_up(field.name) for field in dataclasses.fields(LayerIndex)))
+
+
+def _advance(index: LayerIndex, pattern: tuple[LayerIndex, ...], repeat: Index) -> LayerIndex:
+    """The layer that takes this one's place in a later repeat of its pattern."""
+    return dataclasses.replace(
+        index,
+        layer=index.layer + repeat * len(pattern),
+        index_layer=index.index_layer + repeat * sum(x.full for x in pattern),
+        mlp_layer=index.mlp_layer + repeat * sum(x.sparse == index.sparse for x in pattern),
+    )
+
+
+def _best_pattern(kinds: list[tuple[Flag, Flag]]) -> tuple[int, int]:
     best = (1, 1)
     for period in range(1, len(kinds) // 2 + 1):
         repeats = 1

@@ -38,7 +38,8 @@ def map_row_tiles[Outputs](fn: Callable[..., Outputs], *rows: jax.Array, axis: i
 
     def compute(number: jax.Array | int) -> Outputs:
         start = number * ROW_TILE
-        return fn(*(lax.dynamic_slice_in_dim(x, start, ROW_TILE, axis) for x in padded))
+        tiles = [lax.dynamic_slice_in_dim(x, start, ROW_TILE, axis) for x in padded]
+        return _keep_apart(fn(*_keep_apart(tiles)))
 
     def run(number: jax.Array, outputs: Outputs) -> Outputs:
         def put(output: jax.Array, tile: jax.Array) -> jax.Array:
@@ -53,3 +54,16 @@ def map_row_tiles[Outputs](fn: Callable[..., Outputs], *rows: jax.Array, axis: i
     )
     outputs = lax.fori_loop(0, num_tiles, run, outputs)
     return jax.tree.map(lambda output: output[:num_rows], outputs)
+
+
+def _keep_apart[Tree](arrays: Tree) -> Tree:
+    """On a CPU, keeps XLA from fusing what gives arrays with what takes them.
+
+    A loop over one tile is no loop to XLA. Fused with what surrounds it, a tile's arithmetic may be
+    rounded otherwise than in a loop.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    kept = lax.platform_dependent(
+        *leaves, cpu=lambda *x: lax.optimization_barrier(x), default=lambda *x: x
+    )
+    return jax.tree.unflatten(structure, kept)

@@ -111,6 +111,8 @@ class Steps:
         self.with_mtp = geometry.num_layers == config.num_layers > config.num_hidden_layers
 
         on_cpu = mesh.devices.flat[0].platform == "cpu"
+        # On a GPU a branch would wait for the host. On a CPU it saves a third of the compile time.
+        self.one_body = on_cpu
 
         options = _CPU_COMPILER_OPTIONS if on_cpu else gpu_options(mesh)
 
@@ -177,7 +179,7 @@ class Steps:
         rows, slots = self._rows(
             sequences, batch.slots, batch.num_rows, batch.token_ids, context_pages
         )
-        forward = Forward(model, self.config, self.geometry, rows)
+        forward = Forward(model, self.config, self.geometry, rows, one_body=self.one_body)
         flat, store, traced = forward.trunk(store, batch.token_ids.reshape(-1), trace)
         hidden = flat.reshape(*batch.token_ids.shape, -1)
         if self.with_mtp:

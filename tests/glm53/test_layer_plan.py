@@ -2,13 +2,20 @@ import itertools
 import json
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from glm53.config import GLMConfig
-from glm53.layer_plan import LayerIndex, Segment, layer_indices, plan_segments
+from glm53.layer_plan import LayerIndex, Segment, layer_indices, plan_segments, run_layers
 from glm53.presets import preset, preset_names
-from tests.support import GOLDEN
+from glm53.sharding import make_mesh
+from glm53.steps import Steps
+from tests.cached_session import CachedSession, StoredRows, as_bytes
+from tests.support import GOLDEN, micro_config, preset_params, random_tokens
 
 # A public pattern for GLM-5 with no period.
 IRREGULAR = "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSFFFSFSSSFSFFSFFSSS"
@@ -140,3 +147,74 @@ def test_irregular_plan() -> None:
     assert expand(segments) == list(layers)
     assert "".join(letters * repeats for letters, repeats in shape(segments)) == IRREGULAR
     assert sum(len(segment.layers) for segment in segments) < len(IRREGULAR)
+
+
+@pytest.mark.parametrize("one_body", [True, False])
+@pytest.mark.parametrize("letters", ["FFFSSSFS", "FFSFSFS", "FSFS", "FFF"])
+def test_run_layers(letters: str, one_body: bool) -> None:
+    """A layer run in another's place, or an output at another's, in either form."""
+    kinds = [(letter == "F", number > 2) for number, letter in enumerate(letters)]
+    layers = layer_indices(with_kinds(kinds))[: len(kinds)]
+
+    def run(index: LayerIndex, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        places = [index.layer, index.index_layer, index.mlp_layer, index.full, index.sparse]
+        return state + 1, jnp.stack([state, *(jnp.asarray(place, jnp.int32) for place in places)])
+
+    state, outputs = run_layers(layers, run, jnp.int32(0), one_body=one_body)
+    assert state == len(layers)
+    expected = [
+        [x.layer, x.layer, x.index_layer, x.mlp_layer, x.full, x.sparse]  # in their order
+        for x in layers
+    ]
+    np.testing.assert_array_equal(outputs, np.array(expected, np.int32))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_both_forms_give_the_same_bits() -> None:
+    """One loop over all layers, which runs on CPUs, that does other than the loops of GPUs: in a
+    model with a repeated pattern and a layer besides, and a cache with rows in each tier."""
+    config = micro_config().replace(
+        num_hidden_layers=5,
+        indexer_types=("full", "shared", "full", "shared", "shared"),
+        mlp_layer_types=("dense", "sparse", "dense", "sparse", "sparse"),
+    )
+    tokens, found = random_tokens(config, 70), []
+    for one_body in (True, False):
+        session = CachedSession(
+            config,
+            preset_params(config, 1),
+            most_step_rows=16,
+            row_kind="float32",
+            rows_per_device=4,
+            device_pages=8,
+            host_pages=14,
+            hot_rows=8,
+            staging_pages=1,
+            max_sequences=1,
+            max_model_len=72,
+        )
+        session.steps = Steps(config, session.geometry, make_mesh())
+        assert session.steps.one_body
+        session.steps.one_body = one_body
+        session.cache.open(0, tokens[:48].tolist(), 70)
+        results, reads = [], []
+        for start, rows in [
+            *((start, 16) for start in range(0, 48, 16)),
+            *((n, 2) for n in range(48, 70, 2)),
+        ]:
+            output, read = session.append(
+                {0: tokens[start : start + rows]}, rows=rows, staging=rows > 2
+            )
+            assert output.trace is not None
+            results += [output.logits, output.trace.hidden, output.trace.selected]
+            reads.append(read)
+        stored = StoredRows.of(session.cache.device.store)
+        found.append(([as_bytes(each).tobytes() for each in results], reads, stored))
+    (results, reads, stored), (others, other_reads, other_stored) = found
+    assert results == others
+    assert reads == other_reads
+    assert min(sum(read[name] for read in reads) for name in ("hot", "staged", "host")) > 0
+    held = stored.device_page >= 0
+    np.testing.assert_array_equal(stored.device_page, other_stored.device_page)
+    places = stored.device_page[held]
+    np.testing.assert_array_equal(stored.device[:, places], other_stored.device[:, places])
