@@ -5,8 +5,10 @@ as long as the histories themselves.
 """
 
 import dataclasses
+import json
 import random
 import sys
+from collections import Counter
 
 from kvcache import KVCache, KVGeometry
 from pallas_kernels.row_format import RowFormat
@@ -77,10 +79,10 @@ def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
     return cache, pages * ROWS_PER_PAGE
 
 
-def soak(policy: str, seed: int, num_steps: int) -> int:
-    """Histories in engines of many sizes; tells how many parkings there were."""
+def soak(policy: str, seed: int, num_steps: int) -> dict[str, int]:
+    """Histories in engines of many sizes; counts what there was."""
     rng = random.Random(f"{policy} {seed}")
-    taken = parked = 0
+    taken, seen = 0, Counter[str]()
     while taken < num_steps:
         sizes = Sizes.draw(rng, policy)
         cache, most_tokens = start(sizes, policy)
@@ -91,9 +93,12 @@ def soak(policy: str, seed: int, num_steps: int) -> int:
             most_step_rows=sizes.most_step_rows,
             age_weight=AGE_WEIGHT,
         )
-        engine = MockEngine(cache, cache.device, scheduler, pipelined=rng.random() < 0.9)
+        pipelined = rng.random() < 0.9
         history = History(
-            engine, most_tokens=most_tokens, age_weight=AGE_WEIGHT, check_every=CHECK_EVERY
+            MockEngine(cache, cache.device, scheduler, pipelined=pipelined),
+            most_tokens=most_tokens,
+            age_weight=AGE_WEIGHT,
+            check_every=CHECK_EVERY,
         )
         busy = rng.choice((0.1, 0.3, 0.6))
         for _ in range(400):
@@ -101,19 +106,27 @@ def soak(policy: str, seed: int, num_steps: int) -> int:
                 history.add(random_arrival(rng, most_new=24, most_output=32))
             if rng.random() < 0.03:
                 history.abort(rng.randrange(1 << 20))
+            if rng.random() < 0.002:
+                # As after a step that has failed: all rows are lost.
+                cache, _ = start(sizes, policy)
+                for sequence in scheduler.fail_started(cache):
+                    history.lose(sequence)
+                history.engine = MockEngine(cache, cache.device, scheduler, pipelined=pipelined)
             history.step()
         history.drain(most_steps=100_000)
         taken += history.num_steps
-        parked += scheduler.counters.parked
+        seen["parked"] += scheduler.counters.parked
+        seen["dropped"] += cache.residency.pages_dropped
+        seen["restored"] += cache.residency.pages_restored
         pool = cache.pool
         assert pool.num_free + pool.num_cached_only == cache.geometry.num_pages, "pages leaked"
-    return parked
+    return dict(seen)
 
 
 def main() -> None:
-    """Prints how many parkings there were: policy, seed and steps are the arguments."""
+    """Prints what there was, in JSON: policy, seed and steps are the arguments."""
     policy, seed, num_steps = sys.argv[1:]
-    print(soak(policy, int(seed), int(num_steps)))
+    print(json.dumps(soak(policy, int(seed), int(num_steps))))
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,10 @@ def run(policy: str, seed: int, num_steps: int) -> None:
         cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > num_steps / 1000, "hardly anything was parked"
+    seen = json.loads(done.stdout)
+    assert seen["parked"] > num_steps / 1000, seen
+    moved = policy != "resident"
+    assert (seen["dropped"] > 0, seen["restored"] > 0) == (moved, moved), seen
 
 
 @pytest.mark.parametrize("policy", ["resident", "swap", "hybrid"])
