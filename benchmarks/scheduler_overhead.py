@@ -112,10 +112,13 @@ class Bench:
             max_num_batched_tokens=STEP_ROWS,
             most_step_rows=STEP_ROWS,
         )
+        tokens = self._rng.choices(range(_VOCABULARY), k=context)
         for number in range(num_sequences):
             # Not all of one length, so that their pages do not fill up in the same step.
             length = context - number % (ROWS_PER_DEVICE * DEVICES)
-            sequence = Conversation(self._rng.choices(range(_VOCABULARY), k=length))
+            # Pages are told apart by all tokens up to their ends.
+            first = [number % _VOCABULARY, number // _VOCABULARY]
+            sequence = Conversation(first + tokens[2:length])
             self.scheduler.add(sequence)
             while sequence not in self._under_way:
                 self._step(0, decodes=False)

@@ -341,21 +341,6 @@ class Forward:
             return experts(hidden) if index.sparse else dense(hidden)
         return lax.cond(index.sparse, experts, dense, hidden)
 
-    def _mix(self, index: LayerIndex, hidden: jax.Array) -> jax.Array:
-        """The dense MLP or the experts."""
-
-        def dense(hidden: jax.Array) -> jax.Array:
-            with jax.named_scope("dense"):
-                return self._dense(index, hidden)
-
-        def experts(hidden: jax.Array) -> jax.Array:
-            with jax.named_scope("experts"):
-                return self._experts(index, hidden)
-
-        if isinstance(index.sparse, bool):
-            return experts(hidden) if index.sparse else dense(hidden)
-        return lax.cond(index.sparse, experts, dense, hidden)
-
     def _dense(self, index: LayerIndex, hidden: jax.Array) -> jax.Array:
         norm = self.model.layers.post_attention_layernorm.bind(index.layer)
         mlp = self.model.layers.dense_mlp.bind(index.mlp_layer)

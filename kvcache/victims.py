@@ -133,7 +133,12 @@ class Victims:
         def coldness(pages: Int[np.ndarray, " pages"]) -> Float[np.ndarray, " pages"]:
             return -self._heat[pages]
 
-        clean, dirty, host = PageState.CLEAN, PageState.DIRTY, PageState.HOST
+        def selected_host() -> Int[np.ndarray, " pages"]:
+            # Of long conversations that are idle, most pages have cooled down to nothing.
+            pages = states.pages_in(PageState.HOST)
+            return pages[self._heat[pages] > 0]
+
+        clean, dirty = PageState.CLEAN, PageState.DIRTY
         self.coldest = PageQueue(
             lambda: states.droppable_in(clean, dirty), states.is_droppable, loss, heat
         )
@@ -149,7 +154,7 @@ class Victims:
             hottest,
             coldness,
         )
-        self.hottest_host = PageQueue(lambda: states.pages_in(host), is_missed, hottest, coldness)
+        self.hottest_host = PageQueue(selected_host, is_missed, hottest, coldness)
         self._queues = (self.coldest, self.coldest_dirty, self.hottest_clean, self.hottest_host)
 
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:

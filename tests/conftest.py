@@ -36,6 +36,8 @@ _SLOWEST = (
     "serving/test_llm_sampling.py",
     "glm53/test_decode_with_kernels.py",
     "serving/test_known_failures.py",
+    "serving/test_warm_up.py",
+    "serving/test_engine.py",
     "serving/test_batch.py",
     "glm53/test_needles.py",
     "glm53/test_convert.py",
