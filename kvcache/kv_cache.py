@@ -74,7 +74,7 @@ class KVCache[DeviceT: CacheDevice]:
             hot_pages=geometry.hot_pages,
             staging_pages=geometry.staging_pages,
             moves=self.moves,
-            is_referenced=lambda page: self.pool.references(page) > 0,
+            referenced=lambda: self.pool.referenced,
             evict=lambda: self.index.evict(self._clock),
             on_change=self._on_change,
         )

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import numpy as np
+from jaxtyping import Bool
+
 _FREE = -1  # in place of a reference count
 
 
@@ -37,6 +40,7 @@ class PagePool:
         self._on_free = on_free
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [_FREE] * num_pages
+        self._referenced = bytearray(num_pages)  # 1 if there are any, for numpy
         self._cached: set[int] = set()
         self._num_cached_only = 0
 
@@ -54,6 +58,11 @@ class PagePool:
         """Reference count of a page, 0 if it is free or no page."""
         return max(self._references[page], 0) if 0 <= page < self._num_pages else 0
 
+    @property
+    def referenced(self) -> Bool[np.ndarray, " pages"]:
+        """Whether each page has references; a view of the account."""
+        return np.frombuffer(self._referenced, np.bool_)
+
     def is_cached(self, page: int) -> bool:
         """Whether the prefix index keeps the page."""
         return page in self._cached
@@ -68,7 +77,7 @@ class PagePool:
             raise OutOfPagesError(f"{count} pages wanted, {self.num_free} free")
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._references[page] = 1
+            self._references[page] = self._referenced[page] = 1
         return pages
 
     def acquire(self, page: int) -> None:
@@ -80,6 +89,7 @@ class PagePool:
         self._check_held(page)
         if self._references[page] == 0:
             self._num_cached_only -= 1
+            self._referenced[page] = 1
         self._references[page] += 1
 
     def release(self, page: int) -> None:
@@ -97,6 +107,7 @@ class PagePool:
         self._references[page] -= 1
         if self._references[page] == 0:
             self._num_cached_only += 1
+            self._referenced[page] = 0
 
     def cache(self, page: int) -> None:
         """Keeps a held page beyond its last reference.
@@ -132,6 +143,9 @@ class PagePool:
         free = [page for page, count in enumerate(counts) if count == _FREE]
         assert sorted(self._free) == free, f"free pages listed: {sorted(self._free)}, are {free}"
         assert min(counts, default=0) >= _FREE, f"page references below 0: {counts}"
+        marked = [page for page in range(self._num_pages) if self._referenced[page]]
+        held = [page for page, count in enumerate(counts) if count > 0]
+        assert marked == held, f"pages marked as referenced: {marked}, are {held}"
         unused = {page for page, count in enumerate(counts) if count == 0}
         assert unused <= self._cached, f"pages lost: {sorted(unused - self._cached)}"
         ghosts = self._cached.intersection(free)
@@ -146,4 +160,5 @@ class PagePool:
     def _make_free(self, page: int) -> None:
         self._on_free(page)
         self._references[page] = _FREE
+        self._referenced[page] = 0
         self._free.append(page)

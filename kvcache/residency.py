@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 
 from kvcache.leases import Leases
 from kvcache.page_moves import PageMoves
@@ -49,7 +49,7 @@ class Residency(PageStates):
         hot_pages: int,
         staging_pages: int,
         moves: PageMoves,
-        is_referenced: Callable[[int], bool],
+        referenced: Callable[[], Bool[np.ndarray, " pages"]],
         evict: Callable[[], bool],
         on_change: Callable[[int, PageState, PageState], None],
     ) -> None:
@@ -62,7 +62,7 @@ class Residency(PageStates):
             hot_pages: device places of a hot lease.
             staging_pages: most device places of the staging lease.
             moves: the queue of moves and map changes.
-            is_referenced: whether a sequence holds a page.
+            referenced: whether a sequence holds each page.
             evict: gives up one page that nobody references, by way of `forget`; False if there is
                 none.
             on_change: called with a page, the state it was in, and the one it is in now.
@@ -73,7 +73,7 @@ class Residency(PageStates):
         self._staging_pages = staging_pages
         self._moves = moves
         self._evict = evict
-        self._victims = Victims(self, is_referenced)
+        self._victims = Victims(self, referenced)
         self._watermark = max(1, device_pages // 10)
         self._leases = Leases(self._free_device, max_sequences, hot_pages, staging_pages)
         self.changed_leases = self._leases.changed

@@ -5,14 +5,19 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int, Int64
 
 from kvcache.page_states import PageState, PageStates
 
-Order = tuple[float, int, int]
-Keys = Callable[[Int[np.ndarray, " pages"]], Float[np.ndarray, " pages"]]
+Order = tuple[float, int]
+Orders = Callable[
+    [Int[np.ndarray, " pages"]],
+    tuple[Float[np.ndarray, " pages"], Int64[np.ndarray, " pages"]],
+]
 
-_BUILT = 128  # pages that a queue is built with, unless more are equally hot
+_BUILT = 128  # pages that a queue is built with
+_REFERENCED = 1 << 62  # of an order, beyond any time
+_NONE = (math.inf, 1 << 63)  # beyond any order
 
 
 class PageQueue:
@@ -30,7 +35,7 @@ class PageQueue:
         pages: Callable[[], Int[np.ndarray, " pages"]],
         qualifies: Callable[[int], bool],
         order: Callable[[int], Order],
-        keys: Keys,
+        orders: Orders,
     ) -> None:
         """A queue that is not built yet.
 
@@ -38,15 +43,15 @@ class PageQueue:
             pages: the pages among which to look for those that qualify.
             qualifies: whether a page belongs into the queue now.
             order: a page's order now; no two pages have the same.
-            keys: first numbers of the orders of pages.
+            orders: orders of many pages, first and second numbers apart.
         """
         self._pages = pages
         self._qualifies = qualifies
         self._order = order
-        self._keys = keys
+        self._orders = orders
         self._heap: list[tuple[Order, int]] | None = None
         self._queued: set[int] = set()  # pages of the heap, once each
-        self._bound = math.inf  # pages beyond it may be missing
+        self._bound: Order = _NONE  # pages beyond it may be missing
 
     def invalidate(self) -> None:
         """Forgets all orders, after they have changed at large."""
@@ -57,8 +62,8 @@ class PageQueue:
         """The page of lowest order, or None. It stays queued as long as it qualifies."""
         heap = self._build(_BUILT) if self._heap is None else self._heap
         while True:
-            if not heap or heap[0][0][0] > self._bound:
-                if self._bound == math.inf:
+            if not heap or heap[0][0] > self._bound:
+                if self._bound == _NONE:
                     return None
                 heap = self._build(_BUILT) or self._build(None)
                 continue
@@ -80,16 +85,27 @@ class PageQueue:
 
     def _build(self, most: int | None) -> list[tuple[Order, int]]:
         pages = self._pages()
-        self._bound = math.inf
+        self._bound = _NONE
         if most is not None and len(pages) > most:
-            keys = self._keys(pages)
-            self._bound = float(np.partition(keys, most)[most])
-            pages = pages[keys <= self._bound]
+            pages = self._lowest(pages, most)
         heap = [(self._order(page), page) for page in pages.tolist() if self._qualifies(page)]
         heapq.heapify(heap)
         self._heap = heap
         self._queued = {page for _, page in heap}
         return heap
+
+    def _lowest(
+        self, pages: Int[np.ndarray, " pages"], count: int
+    ) -> Int[np.ndarray, " some_pages"]:
+        """The `count` pages of lowest order; sets the bound to the order of their last."""
+        first, second = self._orders(pages)
+        last = np.partition(first, count - 1)[count - 1]
+        below, equal = first < last, np.flatnonzero(first == last)
+        ties = second[equal]
+        left = count - int(below.sum())
+        last_tie = np.partition(ties, left - 1)[left - 1]
+        self._bound = float(last), int(last_tie)
+        return np.concatenate([pages[below], pages[equal[ties <= last_tie]]])
 
 
 class Victims:
@@ -106,32 +122,35 @@ class Victims:
         hottest_host: HOST pages that are referenced and have been selected, hottest first.
     """
 
-    def __init__(self, states: PageStates, is_referenced: Callable[[int], bool]) -> None:
+    def __init__(
+        self, states: PageStates, referenced: Callable[[], Bool[np.ndarray, " pages"]]
+    ) -> None:
         """All pages cold.
 
         Args:
             states: the account of the pages.
-            is_referenced: whether a sequence holds a page.
+            referenced: whether a sequence holds each page.
         """
         self._heat = np.zeros(states.num_pages, np.float32)
-        self._touched = [0] * states.num_pages  # when the page was started or sealed
+        self._touched = np.zeros(states.num_pages, np.int64)  # when a page was started or sealed
         self._clock = 0
 
         def loss(page: int) -> Order:
-            return self._heat.item(page), int(is_referenced(page)), self._touched[page]
+            tie = _REFERENCED * referenced().item(page) + self._touched.item(page)
+            return self._heat.item(page), tie
+
+        def losses(pages: Int[np.ndarray, " pages"]) -> tuple[np.ndarray, np.ndarray]:
+            return self._heat[pages], _REFERENCED * referenced()[pages] + self._touched[pages]
 
         def hottest(page: int) -> Order:
-            return -self._heat.item(page), 0, -self._touched[page]
+            return -self._heat.item(page), -self._touched.item(page)
+
+        def all_hottest(pages: Int[np.ndarray, " pages"]) -> tuple[np.ndarray, np.ndarray]:
+            return -self._heat[pages], -self._touched[pages]
 
         def is_missed(page: int) -> bool:
             selected = states.state(page) is PageState.HOST and self._heat.item(page) > 0
-            return selected and is_referenced(page)
-
-        def heat(pages: Int[np.ndarray, " pages"]) -> Float[np.ndarray, " pages"]:
-            return self._heat[pages]
-
-        def coldness(pages: Int[np.ndarray, " pages"]) -> Float[np.ndarray, " pages"]:
-            return -self._heat[pages]
+            return selected and referenced().item(page)
 
         def selected_host() -> Int[np.ndarray, " pages"]:
             # Of long conversations that are idle, most pages have cooled down to nothing.
@@ -140,21 +159,21 @@ class Victims:
 
         clean, dirty = PageState.CLEAN, PageState.DIRTY
         self.coldest = PageQueue(
-            lambda: states.droppable_in(clean, dirty), states.is_droppable, loss, heat
+            lambda: states.droppable_in(clean, dirty), states.is_droppable, loss, losses
         )
         self.coldest_dirty = PageQueue(
             lambda: states.droppable_in(dirty),
             lambda page: states.is_droppable(page) and states.state(page) is dirty,
             loss,
-            heat,
+            losses,
         )
         self.hottest_clean = PageQueue(
             lambda: states.pages_in(clean),
             lambda page: states.state(page) is clean,
             hottest,
-            coldness,
+            all_hottest,
         )
-        self.hottest_host = PageQueue(selected_host, is_missed, hottest, coldness)
+        self.hottest_host = PageQueue(selected_host, is_missed, hottest, all_hottest)
         self._queues = (self.coldest, self.coldest_dirty, self.hottest_clean, self.hottest_host)
 
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvcache.page_moves import MoveList, PageMoves
@@ -21,7 +22,7 @@ def residency(
         hot_pages=2,
         staging_pages=1,
         moves=PageMoves(launch, 16),
-        is_referenced=lambda page: True,
+        referenced=lambda: np.ones(device_pages + host_pages, bool),
         evict=lambda: False,
         on_change=lambda page, old, new: None,
     )

@@ -46,7 +46,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             hot_pages=hot_pages,
             staging_pages=staging_pages,
             moves=self.moves,
-            is_referenced=lambda page: self.pool.references(page) > 0,
+            referenced=lambda: self.pool.referenced,
             evict=self.evict,
             on_change=lambda page, old, new: None,
         )

@@ -38,7 +38,7 @@ class Harness:
             hot_pages=hot_pages,
             staging_pages=staging_pages,
             moves=self.moves,
-            is_referenced=lambda page: page not in self.unreferenced,
+            referenced=lambda: ~np.isin(np.arange(self.num_pages), list(self.unreferenced)),
             evict=self.evict,
             on_change=lambda page, old, new: None,
         )
@@ -386,3 +386,16 @@ def test_work_of_a_step_does_not_grow_with_the_store(
         harness.pages.promote(1)
     assert work.pages <= 8 * steps
     assert harness.pages.count(DIRTY) + harness.pages.count(CLEAN) == device_pages
+
+
+def test_many_pages_equally_cold() -> None:
+    """A pass in Python over all pages that have cooled down to nothing, or one that gives them up
+    in another order than that in which they were written."""
+    count = 1000
+    harness = Harness(count, count, unreferenced={700, 900})
+    harness.fill(*range(count))
+    harness.heat()
+    assert harness.pages._victims.coldest.first() == 700
+    assert len(harness.pages._victims.coldest._heap or ()) <= 128
+    turns = dropped_in_turn(harness, [*range(300), 700, 900])
+    assert turns == [700, 900, *range(300)]
