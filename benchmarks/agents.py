@@ -42,7 +42,7 @@ SCALE = 64
 NODE_DEVICES, NODE_DEVICE_TOKENS, NODE_HOST_BYTES = 8, 8 * 640_000, 1 << 40
 """Of 8x H200: fp8 rows for which there is room beside the FP8 weights, and pinned host memory."""
 
-CONCURRENCY = (30, 60, 120, 240)
+CONCURRENCY = (32, 64, 128, 256)
 _SLOTS = 256
 _QUICK_PART = 4  # of the node
 _MODEL = {
@@ -84,7 +84,7 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
         num_devices=NODE_DEVICES,
     )
     device_pages = NODE_DEVICE_TOKENS // one_page.rows_per_page
-    host_pages = 0 if kv_policy == "resident" else NODE_HOST_BYTES // one_page.page_bytes
+    device_pages, host_pages = tier_pages(kv_policy, one_page, device_pages, NODE_HOST_BYTES)
     hot_rows = 4 * config.index_topk // NODE_DEVICES if kv_policy == "hybrid" else 1
     return dataclasses.replace(
         one_page,
@@ -93,6 +93,16 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
         hot_rows=hot_rows if host_pages else 0,
         staging_pages=-(-one_page.max_pages_per_sequence // one_page.num_layers) * bool(host_pages),
     )
+
+
+def tier_pages(
+    kv_policy: KVPolicy, one_page: KVGeometry, device_pages: int, host_bytes: int
+) -> tuple[int, int]:
+    """Pages on the device and in host memory, in the device memory that `device_pages` take alone:
+    index keys of pages in host memory lie there too."""
+    if kv_policy == "resident":
+        return device_pages, 0
+    return one_page.pages_within(device_pages * one_page.device_bytes, host_bytes)
 
 
 def simulate(concurrency: Sequence[int], turns_each: int, workload: Workload) -> Iterator[Row]:
@@ -112,18 +122,19 @@ def engine_options(
     kv_policy: KVPolicy, model: Path, workload: Workload, part: int
 ) -> EngineOptions:
     """An engine whose store holds as many contexts as a part of the node's."""
-    node = node_geometry("hybrid", AGENTS, _SLOTS)
-    rows_per_page = node.rows_per_page // NODE_DEVICES
-    contexts = NODE_DEVICE_TOKENS / AGENTS.context_tokens / part
-    device_pages = round(contexts * workload.context_tokens / rows_per_page)
-    page_bytes = kv_geometry(
+    one_page = kv_geometry(
         read_config(model),
         row_kind="float32",
         device_pages=1,
-        max_model_len=1 << 10,
+        max_model_len=workload.context_tokens,
         max_sequences=1,
-    ).page_bytes
-    host_pages = device_pages * node.host_pages / node.device_pages
+    )
+    contexts = NODE_DEVICE_TOKENS / AGENTS.context_tokens / part
+    alone = round(contexts * workload.context_tokens / one_page.rows_per_page)
+    node = node_geometry("resident", AGENTS, 1)
+    host_tokens = NODE_HOST_BYTES / node.page_bytes * node.rows_per_page
+    host_bytes = int(alone * one_page.page_bytes * host_tokens / NODE_DEVICE_TOKENS)
+    device_pages, host_pages = tier_pages(kv_policy, one_page, alone, host_bytes)
     return EngineOptions(
         model=model,
         max_model_len=workload.context_tokens,
@@ -131,7 +142,7 @@ def engine_options(
         max_num_batched_tokens=128,
         device_pages=device_pages,
         kv_policy=kv_policy,
-        host_memory_gib=None if kv_policy == "resident" else host_pages * page_bytes / 2**30,
+        host_memory_gib=host_pages * one_page.page_bytes / 2**30 if host_pages else None,
     )
 
 
@@ -225,13 +236,14 @@ def main() -> None:
     )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--quick", action="store_true", help="two concurrencies, a few turns")
-    kinds.add_argument("--simulate", action="store_true", help="the node, without a model")
+    kinds.add_argument("--simulate", action="store_true", help="the node, without a model: minutes")
     parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--plot", type=Path, help="draw them here, as PNG, SVG or PDF")
     options = parser.parse_args()
     concurrency = CONCURRENCY
     if options.simulate:
-        found = simulate(concurrency, 2, AGENTS)
+        concurrency = CONCURRENCY[1::2]
+        found = simulate(concurrency, 1, AGENTS)
     elif options.quick:
         concurrency = tuple(agents // _QUICK_PART for agents in CONCURRENCY[1::2])
         found = measure(concurrency, 3, AGENTS.scaled(SCALE), _QUICK_PART, 30.0)

@@ -1,0 +1,150 @@
+"""The benchmark of agents: what it counts, and what the policies come to without a model."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import agents
+from benchmarks.agent_servers import SimulatedServer
+from benchmarks.agent_workload import AGENTS, Answer, Result, Workload, run_agents
+from kvcache import KVGeometry
+from pallas_kernels.row_format import RowFormat
+from serving.engine_options import KVPolicy
+
+# Types are checked elsewhere; checks at every call would take much of the time.
+pytestmark = pytest.mark.usefixtures("as_a_user")
+
+PAGE = 64
+WORKLOAD = Workload(turns=13, first_tokens=1280, later_tokens=12, output_tokens=16)
+DEVICE_CONTEXTS, HOST_CONTEXTS = 7.4, 31  # an eighth of the node's
+ROW = RowFormat("float32", 1, 0, 1.0)
+
+
+def simulate(kv_policy: KVPolicy, concurrency: int, turns_each: int = 4) -> Result:
+    pages = -(-WORKLOAD.context_tokens // PAGE)
+    host = kv_policy != "resident"
+    geometry = KVGeometry(
+        group_layers=(1,),
+        device_pages=round(DEVICE_CONTEXTS * pages),
+        host_pages=round(HOST_CONTEXTS * pages) * host,
+        num_devices=1,
+        rows_per_device=PAGE,
+        max_sequences=64,
+        max_pages_per_sequence=pages,
+        row_format=ROW,
+        index_row_format=ROW,
+        hot_rows={"resident": 0, "swap": 1, "hybrid": 2 * PAGE}[kv_policy],
+        staging_pages=int(host),
+    )
+    server = SimulatedServer(geometry, kv_policy, max_num_batched_tokens=128)
+    result = run_agents(
+        server,
+        WORKLOAD,
+        concurrency=concurrency,
+        turns=turns_each * concurrency,
+        vocab_size=1 << 16,
+    )
+    server.cache.check_integrity()
+    assert result.turns >= turns_each * concurrency and not result.cut
+    return result
+
+
+def test_many_agents_on_a_small_device() -> None:
+    """Agents that wait for the device although the host has room for their rows, or compute again
+    what was cached."""
+    results = {kv_policy: simulate(kv_policy, 36) for kv_policy in agents.POLICIES}
+    for kv_policy in ("resident", "swap"):
+        assert results["hybrid"].running >= 4 * results[kv_policy].running
+    assert results["hybrid"].reuse >= 0.9
+    assert results["resident"].reuse < 0.5
+
+
+def test_agents_that_just_outnumber_both_tiers() -> None:
+    """A cliff: turns that come round just after their pages were given up, all of them."""
+    contexts = DEVICE_CONTEXTS + HOST_CONTEXTS
+    result = simulate("hybrid", int(1.15 * contexts), turns_each=8)
+    assert result.reuse > 0.8
+
+
+class Scripted:
+    """A server that answers each turn after two steps and finds a fixed part of it cached."""
+
+    num_running, parkings = 3, 0
+
+    def __init__(self) -> None:
+        self.prompts: dict[int, list[list[int]]] = {}
+        self._waiting: list[tuple[int, int]] = []
+        self._steps = 0
+
+    def submit(self, agent: int, token_ids: list[int], output_tokens: int) -> None:
+        self.prompts.setdefault(agent, []).append(token_ids)
+        self._waiting.append((agent, self._steps + 2))
+
+    def step(self) -> list[Answer]:
+        self._steps += 1
+        due = [agent for agent, step in self._waiting if step <= self._steps]
+        self._waiting = [entry for entry in self._waiting if entry[1] > self._steps]
+        return [Answer(agent, [7, 8], 10, 1.0, 3.0) for agent in due]
+
+
+def test_what_agents_say() -> None:
+    """A turn without the one before it, a conversation that goes on too long, or a reuse that
+    counts what nothing could have cached."""
+    server = Scripted()
+    workload = Workload(turns=3, first_tokens=20, later_tokens=4, output_tokens=2)
+    result = run_agents(server, workload, concurrency=2, turns=8, vocab_size=100)
+    first, second, third, anew, *_ = server.prompts[0]
+    assert [len(first), len(second), len(third), len(anew)] == [20, 26, 32, 20]
+    assert second[:22] == [*first, 7, 8] and third[:26] == second
+    assert anew != first
+    assert workload.context_tokens == len(third) + 2
+    # Of each agent's four turns that count: 10 of 21, of 27, and of 21 tokens, and 0 of 0.
+    assert result.turns == 8
+    assert result.reuse == pytest.approx(30 / 69)
+    assert result.token_seconds == [3.0] * 8
+
+
+def test_report(tmp_path: Path) -> None:
+    """A table or plot that does not show what was measured."""
+    rows = [
+        agents.Row(
+            kv_policy,
+            Result(
+                concurrency=concurrency,
+                seconds=2.0,
+                turns=10,
+                output_tokens=40,
+                first_token_seconds=[0.1, 0.3, 0.2],
+                token_seconds=[0.01, 0.02],
+                running=running,
+                most_running=9,
+                reuse=0.5,
+                parkings=4,
+                cut=concurrency > 4,
+            ),
+        )
+        for kv_policy, running in zip(agents.POLICIES, (2.0, 3.0, 8.0), strict=True)
+        for concurrency in (4, 8)
+    ]
+    lines = agents.format_table(rows, timed=True).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert lines[2].startswith("| resident | 4 | 2 | 9 | 50.0% | 4 | 10 | 20 | 200 (")
+    assert "| 10 (cut) |" in lines[3]
+    assert len(agents.format_table(rows, timed=False).splitlines()[0].split("|")) == 9
+    agents.plot(rows, tmp_path / "plot.svg")
+    drawing = (tmp_path / "plot.svg").read_text()
+    # Four panels, each with a line of each policy and its legend.
+    assert drawing.count('id="axes_') == 4 and drawing.count('id="legend_') == 4
+
+
+def test_the_node() -> None:
+    """A store that is not that of 8x H200, or contexts in another proportion to it when scaled."""
+    node = agents.node_geometry("hybrid", AGENTS, 8)
+    assert node.rows_per_page == 512
+    resident = agents.node_geometry("resident", AGENTS, 8)
+    assert node.device_bytes == pytest.approx(resident.device_bytes, rel=0.01)
+    assert 30e9 < resident.device_bytes / 8 < 40e9
+    assert node.host_bytes == pytest.approx(1 << 40, rel=0.001)
+    assert AGENTS.context_tokens == 74_160 + 12 * 753 + 13 * 220
+    scaled = AGENTS.scaled(64)
+    assert (scaled.first_tokens, scaled.later_tokens, scaled.output_tokens) == (1159, 12, 4)
