@@ -3,27 +3,21 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Int32, Shaped
+from jaxtyping import Shaped
 
 from kvcache.admission import Admission, RunningSequence
 from kvcache.cache_device import CacheDevice
-from kvcache.counters import CacheCounters, ReadCounts
+from kvcache.counters import CacheCounters
+from kvcache.device_tables import DeviceTables
 from kvcache.geometry import KVGeometry
 from kvcache.page_moves import PageMoves
+from kvcache.page_policy import PagePolicy
 from kvcache.page_pool import OutOfPagesError, PagePool
 from kvcache.page_states import PageState
 from kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvcache.residency import Residency
 
 _MOVES_A_LAUNCH = 16
-_PAGES_CLEANED_A_STEP = 8
-_PAGES_RESTORED_A_STEP = 4
-_STEPS_BETWEEN_OBSERVATIONS = 32
-
-
-def lease_reserve(device_pages: int, num_running: int) -> int:
-    """Device places that a new hot lease leaves for the next pages of the running sequences."""
-    return device_pages // 10 + num_running
 
 
 class KVCache[DeviceT: CacheDevice]:
@@ -89,13 +83,10 @@ class KVCache[DeviceT: CacheDevice]:
             keep_running_resident,
         )
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
-        self._spilled: set[int] = set()  # slots that may read host pages and have no lease
-        self._reads = ReadCounts(geometry.max_sequences)
-        self._new_pages: list[tuple[int, int, int]] = []  # slot, place in the block table, page
-        self._borrowed: tuple[int, ...] = ()
+        self._policy = PagePolicy(geometry, device, self.residency)
+        self._tables = DeviceTables(geometry, device)
         self._held: set[int] = set()  # pages that are filled from elsewhere
         self._clock = 0
-        self._steps = 0
 
     def pages_of(self, slot: int) -> tuple[int, ...]:
         """Pages of the sequence in a slot, in order."""
@@ -158,9 +149,7 @@ class KVCache[DeviceT: CacheDevice]:
         )
         self._running[slot] = sequence
         self._admission.outstanding += sequence.outstanding
-        table = np.full(self.geometry.max_pages_per_sequence, -1, np.int32)
-        table[: len(found.pages)] = found.pages
-        self.device.assign_slot(slot, table, found.num_tokens)
+        self._tables.assign(slot, found.pages, found.num_tokens)
         for page in found.pages:
             self._slots_of.setdefault(page, set()).add(slot)
         if found.partial is not None:
@@ -174,7 +163,7 @@ class KVCache[DeviceT: CacheDevice]:
             self.pool.release(source)
             self._add_page(slot, page)
         if any(self.residency.state(page) is PageState.HOST for page in found.pages):
-            self._spilled.add(slot)
+            self._policy.note_spilled((slot,))
         return found.num_tokens
 
     def can_prepare(self, rows: Mapping[int, int]) -> bool:
@@ -212,9 +201,10 @@ class KVCache[DeviceT: CacheDevice]:
                     self.residency.start(page)
                     self._add_page(slot, page)
         if self.geometry.has_host_tier:
-            self._move_pages(rows, staging)
+            self._policy.before_step(rows.keys(), self._running.keys(), staging=staging)
+            self._tables.launch_leases(self.residency)
         self.moves.flush()
-        self._launch_tables()
+        self._tables.launch_pages()
 
     def advance(
         self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
@@ -257,14 +247,11 @@ class KVCache[DeviceT: CacheDevice]:
                 del self._slots_of[page]
             if self.residency.state(page) is PageState.TAIL and self.pool.is_cached(page):
                 self.residency.seal(page)
-        self.residency.release_hot(slot)
-        self._spilled.discard(slot)
-        self._new_pages = [entry for entry in self._new_pages if entry[0] != slot]
+        self._tables.forget(slot)
         self.index.release(sequence.pages, self._clock, due=self._clock if parked else None)
         counters = sequence.counters
         if self.geometry.has_host_tier:
-            self._reads.update(self.device.reads())
-            counters += self._reads.take(slot, self.geometry.row_format.row_bytes)
+            counters += self._policy.close(slot)
         self.total += counters
         return counters
 
@@ -273,13 +260,10 @@ class KVCache[DeviceT: CacheDevice]:
 
         Nothing changes, but what the device has counted is observed.
         """
-        self.device.assign_slot(-1, np.full(self.geometry.max_pages_per_sequence, -1, np.int32), 0)
-        self.device.set_pages(self._no_new_pages())
+        self._tables.warm_up()
         self.moves.launch()
         if self.geometry.has_host_tier:
-            self.device.lease(*self._no_leases())
-            self._launch_borrowed()
-            self._observe()
+            self._policy.observe()
 
     def tick(self) -> int:
         """The next time of the logical clock by which prefixes age."""
@@ -364,7 +348,7 @@ class KVCache[DeviceT: CacheDevice]:
 
     def _add_page(self, slot: int, page: int) -> None:
         sequence = self._running[slot]
-        self._new_pages.append((slot, len(sequence.pages), page))
+        self._tables.add_page(slot, len(sequence.pages), page)
         self._slots_of[page] = {slot}
         self._admission.outstanding -= sequence.outstanding > 0
         sequence.pages.append(page)
@@ -424,82 +408,10 @@ class KVCache[DeviceT: CacheDevice]:
     def _on_change(self, page: int, old: PageState, new: PageState) -> None:
         slots = self._slots_of.get(page, set())
         if new is PageState.HOST:
-            self._spilled |= slots
+            self._policy.note_spilled(slots)
         if old is PageState.DIRTY and new is PageState.CLEAN:
             counted = CacheCounters(cleaned_pages=1, cleaned_bytes=self.geometry.page_bytes)
             if slots:
                 self._running[min(slots)].counters += counted
             else:
                 self.total += counted
-
-    def _move_pages(self, rows: Mapping[int, int], staging: bool) -> None:
-        self._steps += 1
-        if self._steps % _STEPS_BETWEEN_OBSERVATIONS == 0:
-            self._observe()
-        self.residency.clean_ahead(_PAGES_CLEANED_A_STEP)
-        self.residency.promote(_PAGES_RESTORED_A_STEP)
-        if staging:
-            if self._spilled & rows.keys() or any(self.residency.hot_places(s) for s in rows):
-                self.residency.lease_staging()
-        else:
-            self.residency.release_staging()
-            for slot in sorted(self._spilled & rows.keys()):
-                if self.residency.hot_places(slot) or self._lease(slot):
-                    self._spilled.discard(slot)
-        self._launch_leases()
-
-    def _lease(self, slot: int) -> bool:
-        """Leases hot rows to a slot, unless the next pages to be written would soon need them."""
-        geometry = self.geometry
-        reserve = lease_reserve(geometry.device_pages, len(self._running))
-        if self.residency.room < geometry.hot_pages + reserve:
-            return False
-        return self.residency.lease_hot(slot)
-
-    def _observe(self) -> None:
-        """Reads back what the device has counted."""
-        self.residency.update_heat(self.device.cool())
-        self._reads.update(self.device.reads())
-
-    def _launch_tables(self) -> None:
-        while self._new_pages:
-            entries = self._no_new_pages()
-            some = self._new_pages[: len(entries)]
-            self._new_pages = self._new_pages[len(entries) :]
-            entries[: len(some)] = some
-            self.device.set_pages(entries)
-
-    def _no_new_pages(self) -> Int32[np.ndarray, "entries 3"]:
-        return np.full((max(self.geometry.max_sequences, _MOVES_A_LAUNCH), 3), -1, np.int32)
-
-    def _launch_leases(self) -> None:
-        changed = self.residency.changed_leases
-        if changed:
-            slots, places = self._no_leases()
-            for row, slot in enumerate(sorted(changed)):
-                slots[row] = slot
-                leased = self.residency.hot_places(slot)
-                places[row, : len(leased)] = leased
-            # Slots that lost their lease to a page ask again once there is room.
-            self._spilled |= {
-                slot
-                for slot in changed & self._running.keys()
-                if not self.residency.hot_places(slot)
-            }
-            changed.clear()
-            self.device.lease(slots, places)
-        if self.residency.staging_places != self._borrowed:
-            self._borrowed = self.residency.staging_places
-            self._launch_borrowed()
-
-    def _no_leases(
-        self,
-    ) -> tuple[Int32[np.ndarray, " slots"], Int32[np.ndarray, "slots hot_pages"]]:
-        geometry = self.geometry
-        slots = np.full(geometry.max_sequences, -1, np.int32)
-        return slots, np.full((geometry.max_sequences, geometry.hot_pages), -1, np.int32)
-
-    def _launch_borrowed(self) -> None:
-        places = np.full(max(self.geometry.staging_pages, 1), -1, np.int32)
-        places[: len(self._borrowed)] = self._borrowed
-        self.device.borrow(places)

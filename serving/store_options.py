@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from kvcache import KVGeometry
 from kvcache.geometry import MAX_HOT_ROWS
-from kvcache.kv_cache import lease_reserve
+from kvcache.page_policy import lease_reserve
 from pallas_kernels.host_memory import (
     LIMIT_VARIABLE,
     limit_for,
