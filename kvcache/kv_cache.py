@@ -226,7 +226,7 @@ class KVCache[DeviceT: CacheDevice]:
             self.residency.seal(page)
         if full > sealed and self.geometry.has_host_tier:
             self._pin(sequence, sequence.pages[sealed:full])
-        self._publish(sequence, partial=prompt_complete)
+        self._publish(slot, sequence, partial=prompt_complete)
 
     def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
         """Ends a sequence; its pages stay as cached prefix as long as there is room for them.
@@ -239,7 +239,7 @@ class KVCache[DeviceT: CacheDevice]:
         self._admission.outstanding -= sequence.outstanding
         self.tick()
         self._unpin(sequence)
-        self._publish(sequence, partial=True)
+        self._publish(slot, sequence, partial=True)
         for page in sequence.pages:
             slots = self._slots_of[page]
             slots.discard(slot)
@@ -353,20 +353,42 @@ class KVCache[DeviceT: CacheDevice]:
         self._admission.outstanding -= sequence.outstanding > 0
         sequence.pages.append(page)
 
-    def _publish(self, sequence: RunningSequence, *, partial: bool) -> None:
+    def _publish(self, slot: int, sequence: RunningSequence, *, partial: bool) -> None:
         if sequence.publication is None:
             return
         tokens, pages, rows = sequence.token_ids, sequence.pages, self.geometry.rows_per_page
         for index in range(sequence.publication.num_pages, len(tokens) // rows):
             self.index.publish(sequence.publication, tokens, pages, (index + 1) * rows, self._clock)
-            # Pages after one that another sequence has cached too could not be given up in order.
-            if not self.pool.is_cached(pages[index]):
+            if not self.pool.is_cached(pages[index]) and not self._adopt(slot, sequence, index):
+                # Pages after another's, which it does not hold, could not be given up in order.
                 sequence.publication = None
                 return
         if partial:
             self.index.publish(
                 sequence.publication, tokens, pages, len(tokens), self._clock, partial=True
             )
+
+    def _adopt(self, slot: int, sequence: RunningSequence, index: int) -> bool:
+        """Has a sequence read the page that is cached with the same rows, and frees its own.
+
+        Returns False, and changes nothing, if that page has left the device.
+        """
+        assert sequence.publication is not None
+        page, own = sequence.publication.page(index), sequence.pages[index]
+        if self.residency.state(page) is PageState.HOST:
+            return False
+        self.index.adopt(sequence.publication, index)
+        if own in sequence.pinned:
+            sequence.pinned.remove(own)
+            self.residency.unpin(own)
+            self.residency.pin(page)
+            sequence.pinned.append(page)
+        sequence.pages[index] = page
+        self._slots_of.setdefault(page, set()).add(slot)
+        del self._slots_of[own]
+        self._tables.add_page(slot, index, page)
+        self.pool.release(own)
+        return True
 
     def _find(self, token_ids: Sequence[int], promised_pages: int, spare_pages: int) -> PrefixMatch:
         """The cached prefix to continue, with a page to copy only if there is room for both."""

@@ -95,6 +95,10 @@ class Publication:
         """Full pages that are known."""
         return len(self._entries)
 
+    def page(self, index: int) -> int:
+        """The page that is cached for the sequence's page of an index: its own or another's."""
+        return self._entries[index].page
+
 
 class PrefixIndex:
     """Cached pages by the tokens they and all pages before them hold.
@@ -231,6 +235,12 @@ class PrefixIndex:
         if partial and tokens:
             parent = entries[-1] if entries else self._root
             self._insert_partial(pages[num_full], tokens, parent, publication._started, now)
+
+    def adopt(self, publication: Publication, index: int) -> None:
+        """Takes a reference to the page that is cached for a sequence's page of an index."""
+        entry = publication._entries[index]
+        self._pool.acquire(entry.page)
+        self._leaves.discard(entry)
 
     def release(self, pages: Sequence[int], now: int, *, due: int | None = None) -> None:
         """Ends a sequence's references to its pages, last page first.

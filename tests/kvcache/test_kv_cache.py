@@ -43,6 +43,8 @@ def test_pages_of_equal_prompts_can_all_be_given_up() -> None:
     cache.open(1, prompt, 12)  # nothing is cached yet
     compute(cache, 0, prompt[:8])
     compute(cache, 1, prompt)  # two pages like those of the other, and one that is new
+    assert cache.pages_of(1)[:2] == cache.pages_of(0)[:2], "rows are stored twice"
+    assert cache.pool.num_free == 5
     cache.close(0)
     room = cache.geometry.num_pages - len(cache.pages_of(1))
     cache.release_held(cache.hold_pages(room), due=None)

@@ -21,7 +21,7 @@ PROMPTS = [
     [*tokens(1, 90)[:80], *tokens(3, 20)],  # begins as the first
     tokens(4, 1),
 ]
-OUTPUT_TOKENS = [110, 100, 90, 40]
+OUTPUT_TOKENS = [110, 100, 90, 4]
 
 Answer = tuple[list[int], list[float]]
 
@@ -127,7 +127,7 @@ def test_same_answers(folder: Path, alone: Any, kv_policy: str, num_devices: int
         )
         check(engine, expected)
         counters, metrics = engine.scheduler.counters, engine.metrics()
-        assert counters.parked > 0 or num_devices > 1
+        assert counters.parked > 0 or kv_policy == "hybrid"  # which has room for more
         assert (counters.cached_tokens > 0) == enable_prefix_caching
         if kv_policy == "hybrid" and enable_prefix_caching:
             cache = metrics.cache
