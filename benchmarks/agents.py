@@ -1,7 +1,8 @@
 """Agents with long contexts on one small store: the three policies at rising concurrency.
 
 The workload is that of software agents on 8x H200, scaled to a CPU: 13 turns, a first prompt of
-74,160 tokens, later ones of 753, answers of 220, all divided by 64; a model that selects 32 rows a
+74,160 tokens, later ones of 753, both divided by 64, and answers of 16 tokens, as a 64th of 220 is
+too few for turns to overlap; a model that selects 32 rows a
 token, which is as small a part of a context as GLM-5.3's 2,048; a device pool that holds as many
 contexts as the devices of that node (--quick: a quarter), and host memory in the same proportion.
 Each agent sends its next turn as soon as it has its answer. Measuring begins when every agent has
@@ -38,7 +39,7 @@ from serving.engine import Engine
 from serving.engine_options import EngineOptions, KVPolicy
 
 POLICIES: tuple[KVPolicy, ...] = ("resident", "swap", "hybrid")
-SCALE = 64
+SCALED = dataclasses.replace(AGENTS.scaled(64), output_tokens=16)
 NODE_DEVICES, NODE_DEVICE_TOKENS, NODE_HOST_BYTES = 8, 8 * 640_000, 1 << 40
 """Of 8x H200: fp8 rows for which there is room beside the FP8 weights, and pinned host memory."""
 
@@ -84,7 +85,11 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
         num_devices=NODE_DEVICES,
     )
     device_pages = NODE_DEVICE_TOKENS // one_page.rows_per_page
-    device_pages, host_pages = tier_pages(kv_policy, one_page, device_pages, NODE_HOST_BYTES)
+    host_pages = 0
+    if kv_policy != "resident":
+        # Index keys of pages in host memory lie on the devices too.
+        device_bytes = device_pages * one_page.device_bytes
+        device_pages, host_pages = one_page.pages_within(device_bytes, NODE_HOST_BYTES)
     hot_rows = 4 * config.index_topk // NODE_DEVICES if kv_policy == "hybrid" else 1
     return dataclasses.replace(
         one_page,
@@ -93,16 +98,6 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
         hot_rows=hot_rows if host_pages else 0,
         staging_pages=-(-one_page.max_pages_per_sequence // one_page.num_layers) * bool(host_pages),
     )
-
-
-def tier_pages(
-    kv_policy: KVPolicy, one_page: KVGeometry, device_pages: int, host_bytes: int
-) -> tuple[int, int]:
-    """Pages on the device and in host memory, in the device memory that `device_pages` take alone:
-    index keys of pages in host memory lie there too."""
-    if kv_policy == "resident":
-        return device_pages, 0
-    return one_page.pages_within(device_pages * one_page.device_bytes, host_bytes)
 
 
 def simulate(concurrency: Sequence[int], turns_each: int, workload: Workload) -> Iterator[Row]:
@@ -129,20 +124,21 @@ def engine_options(
         max_model_len=workload.context_tokens,
         max_sequences=1,
     )
-    contexts = NODE_DEVICE_TOKENS / AGENTS.context_tokens / part
-    alone = round(contexts * workload.context_tokens / one_page.rows_per_page)
-    node = node_geometry("resident", AGENTS, 1)
-    host_tokens = NODE_HOST_BYTES / node.page_bytes * node.rows_per_page
-    host_bytes = int(alone * one_page.page_bytes * host_tokens / NODE_DEVICE_TOKENS)
-    device_pages, host_pages = tier_pages(kv_policy, one_page, alone, host_bytes)
+    node = node_geometry(kv_policy, AGENTS, 1)
+
+    def scaled(pages: int) -> int:
+        contexts = pages * node.rows_per_page / AGENTS.context_tokens / part
+        return round(contexts * workload.context_tokens / one_page.rows_per_page)
+
+    host_bytes = scaled(node.host_pages) * one_page.page_bytes
     return EngineOptions(
         model=model,
         max_model_len=workload.context_tokens,
         max_num_seqs=_SLOTS // part,
         max_num_batched_tokens=128,
-        device_pages=device_pages,
+        device_pages=scaled(node.device_pages),
         kv_policy=kv_policy,
-        host_memory_gib=host_pages * one_page.page_bytes / 2**30 if host_pages else None,
+        host_memory_gib=host_bytes / 2**30 or None,
     )
 
 
@@ -246,9 +242,9 @@ def main() -> None:
         found = simulate(concurrency, 1, AGENTS)
     elif options.quick:
         concurrency = tuple(agents // _QUICK_PART for agents in CONCURRENCY[1::2])
-        found = measure(concurrency, 3, AGENTS.scaled(SCALE), _QUICK_PART, 30.0)
+        found = measure(concurrency, 3, SCALED, _QUICK_PART, 30.0)
     else:
-        found = measure(concurrency, 8, AGENTS.scaled(SCALE), 1, 300.0)
+        found = measure(concurrency, 8, SCALED, 1, 300.0)
     rows = list(tqdm(found, total=len(POLICIES) * len(concurrency), disable=None))
     print(format_table(rows, timed=not options.simulate))
     if options.json:
