@@ -113,6 +113,7 @@ def test_transformers_worker_stands_alone() -> None:
     assert imported - sys.stdlib_module_names == {"torch", "transformers"}
 
 
+@pytest.mark.slow
 def test_worker_runs_what_llm_runs(tmp_path: Path) -> None:
     """Figures of a model that does not give LLM's tokens."""
     write_checkpoint(tmp_path, TINY)

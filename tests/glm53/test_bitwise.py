@@ -42,7 +42,7 @@ class Sequences:
             self.expected.append(logits)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def sequences(request: pytest.FixtureRequest) -> Sequences:
     return Sequences(request.param)
 

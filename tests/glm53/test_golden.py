@@ -186,7 +186,7 @@ def test_first_draft_step_at_every_position(kit: str, prompt: str) -> None:
 @pytest.mark.parametrize(
     ("kit", "prompt", "num_devices"),
     [
-        ("tiny_f32", "p0", 2),
+        pytest.param("tiny_f32", "p0", 2, marks=pytest.mark.slow),
         pytest.param("tiny_f32", "p0", 4, marks=pytest.mark.slow),
         ("tiny_fp8", "p0", 2),
     ],

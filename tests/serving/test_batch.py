@@ -233,6 +233,7 @@ def bad_lines() -> list[tuple[bytes, str | None, str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_hundred_lines(llm: LLM) -> None:
     """Each good line gets, in the crowd, what it gets alone, its seed's tokens included; each bad
     one its own error; and lines are read only as fast as they can be served."""

@@ -65,6 +65,7 @@ def read_elsewhere(counters: CacheCounters) -> float:
     return away / (away + counters.resident_reads)
 
 
+@pytest.mark.slow
 def test_longest_context(toy: Path) -> None:
     """A row id, place or count that overflows, or a row misplaced, far beyond what fits."""
     *expected, _ = continue_imported(toy, kv_policy="resident")
