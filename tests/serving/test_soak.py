@@ -113,7 +113,9 @@ def test_days(folder: Path, alone: Any, kv_policy: str) -> None:
     """A token that depends on others, a page lost, a request that never ends, or a program that is
     compiled while requests wait."""
     options: dict[str, Any] = {"kv_policy": kv_policy}
-    if kv_policy != "hybrid":
+    if kv_policy == "hybrid":
+        options["device_pages"] = 5  # all its pages can be used
+    else:
         options["hot_rows"] = None
     if kv_policy == "resident":
         options["host_memory_gib"] = None
