@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
@@ -22,7 +22,6 @@ from serving.engine_options import EngineOptions, KVPolicy, check_count
 
 logger = logging.getLogger(__name__)
 
-_POLICIES = ("hybrid", "resident", "swap")
 _MOST_HOST_GIB = 1 << 20
 _CPU_BYTES = 1 << 30  # of a store on a CPU, in each tier
 _MEMORY_INFO, _FREE = Path("/proc/meminfo"), "MemAvailable:"
@@ -62,8 +61,8 @@ class StoreOptions:
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value)
-        if self.kv_policy not in _POLICIES:
-            raise ValueError(f"kv_policy must be one of {_POLICIES}, got {self.kv_policy!r}")
+        if self.kv_policy not in (policies := get_args(KVPolicy)):
+            raise ValueError(f"kv_policy must be one of {policies}, got {self.kv_policy!r}")
         _check_number("memory_fraction", self.memory_fraction, 0, 1)
         if self.host_memory_gib is not None:
             _check_number("host_memory_gib", self.host_memory_gib, 0, _MOST_HOST_GIB)
