@@ -550,7 +550,7 @@ def test_residency_changes_no_bit(row_kind: RowKind, num_devices: int) -> None:
     missing = [name for name in HAPPENS if histories.counts[name] == 0]
     assert not missing, f"the history had not: {', '.join(missing)}"
     histories.counts.clear()
-    examples = 24 if num_devices == 1 else 40
+    examples = 32 if num_devices == 1 else 64
     run_state_machine_as_test(
         histories, settings=settings(max_examples=examples, stateful_step_count=70)
     )
