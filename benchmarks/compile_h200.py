@@ -157,9 +157,7 @@ def decode_step(config: GLMConfig, geometry: KVGeometry, batch: int, rows: int) 
         *abstract_state(config, geometry, mesh),
         replicated(tokens, mesh),
     )
-    steps = Steps(config, geometry, mesh)
-    steps.one_body = False  # CPU devices stand for the GPUs
-    return DecodeStep(steps, batch, rows, arguments)
+    return DecodeStep(Steps(config, geometry, mesh), batch, rows, arguments)
 
 
 def abstract_parameters(config: GLMConfig, mesh: Mesh) -> Any:

@@ -21,9 +21,9 @@ from glm53.mtp import MTPLayer
 from glm53.sharding import check_mesh, parameter_specs
 from kvcache.geometry import KVGeometry
 from kvcache.per_engine import per_engine
-from kvcache.pytree import pytree_dataclass
+from kvcache.pytree import holding, pytree_dataclass
 from kvcache.sequence_state import SequenceState
-from kvcache.store import KVStore, in_host, on_device
+from kvcache.store import MESH_AXIS, KVStore, in_host, on_device
 from pallas_kernels.compiler_options import gpu_options
 
 # A step compiles in three quarters of the time, and runs no slower.
@@ -54,12 +54,15 @@ class StepOutput:
         logits: float32 [groups, vocab] of that row.
         hidden: [groups, rows, hidden], the normalised hidden state of every row; `Steps.head` makes
             logits of them.
+        reads: int32 [groups, reads], `HostTier.reads` of each group's slot, which count what the
+            step has read, each device's own; None without a host tier.
         trace: what each trunk layer gave, if asked for.
     """
 
     next_token: Int[Array, " groups"]
     logits: Float[Array, "groups *rows vocab"]
     hidden: Float[Array, "groups rows hidden"]
+    reads: Int[Array, "groups reads"] | None
     trace: LayerTrace | None
 
 
@@ -111,23 +114,29 @@ class Steps:
         self.with_mtp = geometry.num_layers == config.num_layers > config.num_hidden_layers
 
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        # On a GPU a branch would wait for the host. On a CPU it saves a third of the compile time.
-        self.one_body = on_cpu
-
         options = _CPU_COMPILER_OPTIONS if on_cpu else gpu_options(mesh)
 
-        def jit(step: Callable, *static: str) -> Callable:
+        def jit(step: Callable, output: PartitionSpec | StepOutput, *static: str) -> Callable:
             return jax.jit(
-                functools.partial(self._sharded, step),
+                functools.partial(self._sharded, step, output),
                 static_argnames=static,
                 donate_argnums=(1, 2),
                 out_shardings=(None, KVStore.shardings(geometry, mesh), None),
                 compiler_options=options,
             )
 
-        self.prefill = jit(self._prefill, "context_pages", "trace")
-        self.decode = jit(self._decode, "context_pages")
-        self.draft = jit(self._draft, "context_pages", "num_drafts")
+        everywhere, by_device = PartitionSpec(), PartitionSpec(None, MESH_AXIS)
+        output = holding(
+            StepOutput,
+            next_token=everywhere,
+            logits=everywhere,
+            hidden=everywhere,
+            reads=by_device,
+            trace=everywhere,
+        )
+        self.prefill = jit(self._prefill, output, "context_pages", "trace")
+        self.decode = jit(self._decode, output, "context_pages")
+        self.draft = jit(self._draft, everywhere, "context_pages", "num_drafts")
         self.head = jax.jit(self._head, compiler_options=options)
 
     def _head(
@@ -145,6 +154,7 @@ class Steps:
     def _sharded(
         self,
         step: Callable,
+        output: PartitionSpec | StepOutput,
         params: nnx.State,
         store: KVStore,
         sequences: SequenceState,
@@ -161,7 +171,7 @@ class Steps:
             local,
             mesh=self.mesh,
             in_specs=(self.param_specs, KVStore.specs(self.geometry), everywhere, everywhere),
-            out_specs=(everywhere, KVStore.specs(self.geometry), everywhere),
+            out_specs=(output, KVStore.specs(self.geometry), everywhere),
             check_vma=False,
         )(params, store, sequences, batch)
 
@@ -179,7 +189,7 @@ class Steps:
         rows, slots = self._rows(
             sequences, batch.slots, batch.num_rows, batch.token_ids, context_pages
         )
-        forward = Forward(model, self.config, self.geometry, rows, one_body=self.one_body)
+        forward = Forward(model, self.config, self.geometry, rows)
         flat, store, traced = forward.trunk(store, batch.token_ids.reshape(-1), trace)
         hidden = flat.reshape(*batch.token_ids.shape, -1)
         if self.with_mtp:
@@ -207,7 +217,8 @@ class Steps:
             last_hidden=sequences.last_hidden.at[target].set(last_hidden, mode="drop"),
             hidden_known=sequences.hidden_known.at[target].set(True, mode="drop"),
         )
-        return StepOutput(next_token, logits, hidden, traced), store, sequences
+        reads = None if store.host is None else store.host.reads[slots]
+        return StepOutput(next_token, logits, hidden, reads, traced), store, sequences
 
     def _decode(
         self,

@@ -1,12 +1,12 @@
 """What the account of a cache has its device do, and a device that only pretends to."""
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32, Shaped
+from jaxtyping import Float32, Int32, Shaped
 
 from kvcache.geometry import KVGeometry
-from kvcache.host_tier import READS
 from kvcache.page_moves import MoveList
 
 
@@ -39,12 +39,8 @@ class CacheDevice(Protocol):
         """Gives prefills places to stage pages on, in place of those they had."""
         ...
 
-    def cool(self) -> Float32[np.ndarray, " pages"]:
-        """Counts of selections by page, which are halved thereby."""
-        ...
-
-    def reads(self) -> Int[np.ndarray, "slots reads"]:
-        """Reads of each slot so far, modulo 2**32; see `READS`."""
+    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
+        """Counts of selections by page, which are halved thereby: a call waits for them."""
         ...
 
     def write(
@@ -68,7 +64,6 @@ class SimulatedDevice(CacheDevice):
     def __init__(self, geometry: KVGeometry) -> None:
         self.heat = np.zeros(geometry.num_pages, np.float32)
         self.num_cooled = 0
-        self._reads = np.zeros((geometry.max_sequences, len(READS)), np.int64)
 
     def assign_slot(self, slot: int, pages: Int32[np.ndarray, " max_pages"], length: int) -> None:
         """Nothing to assign."""
@@ -87,16 +82,12 @@ class SimulatedDevice(CacheDevice):
     def borrow(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
         """No places to give."""
 
-    def cool(self) -> Float32[np.ndarray, " pages"]:
+    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """The heat that was set."""
         told = self.heat.copy()
         self.heat /= 2
         self.num_cooled += 1
-        return told
-
-    def reads(self) -> Int[np.ndarray, "slots reads"]:
-        """No reads."""
-        return self._reads
+        return lambda: told
 
     def write(
         self,

@@ -3,7 +3,7 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int64
 
 from kvcache.host_tier import READS
 
@@ -52,17 +52,28 @@ class ReadCounts:
 
     def __init__(self, max_sequences: int) -> None:
         self._seen = np.zeros((max_sequences, len(READS)), np.int64)
-        self._counted = np.zeros_like(self._seen)
 
-    def update(self, reads: Int[np.ndarray, "slots reads"]) -> None:
-        """Takes the device's counts, summed over devices. At most 2**32 after the last."""
-        self._counted += (reads.astype(np.int64) - self._seen) & 0xFFFFFFFF
-        self._seen = reads.astype(np.int64)
+    def update(
+        self,
+        slots: Int[np.ndarray, " sequences"],
+        reads: Int[np.ndarray, "sequences reads_by_device"],
+    ) -> Int64[np.ndarray, "sequences reads"]:
+        """How much has been read since the last update, by slot.
 
-    def take(self, slot: int, row_bytes: int) -> CacheCounters:
-        """A slot's counts since they were last taken."""
-        resident, hot, staged, host, missed, layer_rows = self._counted[slot].tolist()
-        self._counted[slot] = 0
+        Args:
+            slots: different slots.
+            reads: the device's counts of each; see `HostTier.reads`. At most 2**32 more than last.
+        """
+        by_device = reads.reshape(len(reads), -1, len(READS))
+        told = by_device.sum(axis=1, dtype=np.int64)
+        new = (told - self._seen[slots]) & 0xFFFFFFFF
+        self._seen[slots] = told
+        return new
+
+    @staticmethod
+    def counters(reads: Int64[np.ndarray, " reads"], row_bytes: int) -> CacheCounters:
+        """What `update` has told, as counters."""
+        resident, hot, staged, host, missed, layer_rows = reads.tolist()
         return CacheCounters(
             resident_reads=resident,
             hot_reads=hot,

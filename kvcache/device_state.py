@@ -1,16 +1,15 @@
 """The device side of a cache: the state that steps take and give, and what changes it between."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float32, Int, Int32, Shaped
+from jaxtyping import Float32, Int32, Shaped
 
 from kvcache.cache_device import CacheDevice
 from kvcache.geometry import KVGeometry
-from kvcache.host_tier import READS
 from kvcache.page_moves import MoveList
 from kvcache.sequence_state import SequenceState, assign_slot, set_pages
 from kvcache.store import KVStore
@@ -75,16 +74,11 @@ class DeviceState(CacheDevice):
         """See `CacheDevice`."""
         self.store = self._transitions.borrow(self.store, places)
 
-    def cool(self) -> Float32[np.ndarray, " pages"]:
+    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """See `CacheDevice`."""
         self.store, selections = self._transitions.cool(self.store)
-        return np.asarray(selections)
-
-    def reads(self) -> Int[np.ndarray, "slots reads"]:
-        """See `CacheDevice`."""
-        assert self.store.host is not None
-        reads = np.asarray(self.store.host.reads)
-        return reads.reshape(len(reads), -1, len(READS)).sum(axis=1, dtype=np.int64)
+        selections.copy_to_host_async()
+        return lambda: np.asarray(selections)
 
     def write(
         self,

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int, Int64, Shaped
 
 from kvcache.admission import Admission, RunningSequence
 from kvcache.cache_device import CacheDevice
-from kvcache.counters import CacheCounters
+from kvcache.counters import CacheCounters, ReadCounts
 from kvcache.device_tables import DeviceTables
 from kvcache.geometry import KVGeometry
 from kvcache.page_moves import PageMoves
@@ -83,8 +83,9 @@ class KVCache[DeviceT: CacheDevice]:
             keep_running_resident,
         )
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
-        self._policy = PagePolicy(geometry, device, self.residency)
+        self._policy = PagePolicy(geometry, device, self.residency, self.pool)
         self._tables = DeviceTables(geometry, device)
+        self._reads = ReadCounts(geometry.max_sequences)
         self._held: set[int] = set()  # pages that are filled from elsewhere
         self._clock = 0
 
@@ -234,6 +235,9 @@ class KVCache[DeviceT: CacheDevice]:
         Args:
             slot: the slot.
             parked: the sequence comes back as soon as there is room for it.
+
+        Returns:
+            What was counted for it here: its reads come with its launches (`note_reads`).
         """
         sequence = self._running.pop(slot)
         self._admission.outstanding -= sequence.outstanding
@@ -249,21 +253,42 @@ class KVCache[DeviceT: CacheDevice]:
                 self.residency.seal(page)
         self._tables.forget(slot)
         self.index.release(sequence.pages, self._clock, due=self._clock if parked else None)
-        counters = sequence.counters
         if self.geometry.has_host_tier:
-            counters += self._policy.close(slot)
-        self.total += counters
-        return counters
+            self._policy.close(slot)
+        self.total += sequence.counters
+        return sequence.counters
+
+    def note_reads(
+        self,
+        slots: Int[np.ndarray, " sequences"],
+        reads: Int[np.ndarray, "sequences reads_by_device"],
+    ) -> Int64[np.ndarray, "sequences reads"]:
+        """Takes what a launch has counted for different slots, in the order of launches.
+
+        Args:
+            slots: the slots.
+            reads: their `HostTier.reads` after the launch.
+
+        Returns:
+            How much each has read since the launch before; see `read_counters`.
+        """
+        new = self._reads.update(slots, reads)
+        self.total += self.read_counters(new.sum(axis=0))
+        return new
+
+    def read_counters(self, reads: Int64[np.ndarray, " reads"]) -> CacheCounters:
+        """What `note_reads` has told, as counters."""
+        return ReadCounts.counters(reads, self.geometry.row_format.row_bytes)
 
     def warm_up(self) -> None:
         """Has the device do everything once that steps may need, for nobody, to compile it.
 
-        Nothing changes, but what the device has counted is observed.
+        Nothing changes, but that counts of selections are halved.
         """
         self._tables.warm_up()
         self.moves.launch()
         if self.geometry.has_host_tier:
-            self._policy.observe()
+            self.device.cool()
 
     def tick(self) -> int:
         """The next time of the logical clock by which prefixes age."""

@@ -1,15 +1,19 @@
 """What is done about pages in host memory before each step: moves ahead of need, and leases."""
 
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
+
+import numpy as np
+from jaxtyping import Float32
 
 from kvcache.cache_device import CacheDevice
-from kvcache.counters import CacheCounters, ReadCounts
 from kvcache.geometry import KVGeometry
+from kvcache.page_pool import PagePool
 from kvcache.residency import Residency
 
 _PAGES_CLEANED_A_STEP = 8
 _PAGES_RESTORED_A_STEP = 4
 _STEPS_BETWEEN_OBSERVATIONS = 32
+_STEPS_TO_OBSERVE = 2  # on their way meanwhile, so that the device never waits for the host
 
 
 def lease_reserve(device_pages: int, num_running: int) -> int:
@@ -23,14 +27,18 @@ class PagePolicy:
 
     Args:
         geometry: sizes of a store with a host tier.
-        device: counts selections and reads.
+        device: counts selections.
         residency: where pages lie.
+        pool: reference counts of pages.
     """
 
-    def __init__(self, geometry: KVGeometry, device: CacheDevice, residency: Residency) -> None:
-        self._geometry, self._device, self._residency = geometry, device, residency
+    def __init__(
+        self, geometry: KVGeometry, device: CacheDevice, residency: Residency, pool: PagePool
+    ) -> None:
+        self._geometry, self._device = geometry, device
+        self._residency, self._pool = residency, pool
         self._spilled: set[int] = set()  # slots that may read host pages and have no lease
-        self._reads = ReadCounts(geometry.max_sequences)
+        self._selections: Callable[[], Float32[np.ndarray, " pages"]] | None = None
         self._steps = 0
 
     def note_spilled(self, slots: Collection[int]) -> None:
@@ -47,8 +55,7 @@ class PagePolicy:
         """
         residency = self._residency
         self._steps += 1
-        if self._steps % _STEPS_BETWEEN_OBSERVATIONS == 0:
-            self.observe()
+        self._observe()
         residency.clean_ahead(_PAGES_CLEANED_A_STEP)
         residency.promote(_PAGES_RESTORED_A_STEP)
         if staging:
@@ -64,22 +71,26 @@ class PagePolicy:
             slot for slot in residency.changed_leases & running if not residency.hot_places(slot)
         }
 
-    def observe(self) -> None:
-        """Reads back what the device has counted."""
-        self._residency.update_heat(self._device.cool())
-        self._reads.update(self._device.reads())
-
-    def close(self, slot: int) -> CacheCounters:
-        """Ends a sequence's lease; what it has read."""
+    def close(self, slot: int) -> None:
+        """Ends a sequence's lease."""
         self._residency.release_hot(slot)
         self._spilled.discard(slot)
-        self._reads.update(self._device.reads())
-        return self._reads.take(slot, self._geometry.row_format.row_bytes)
+
+    def _observe(self) -> None:
+        """Asks the device now and then what it has counted, and takes the answer steps later."""
+        steps = self._steps % _STEPS_BETWEEN_OBSERVATIONS
+        if steps == 0:
+            self._selections = self._device.cool()
+            self._residency.measure_heat()
+        elif steps == _STEPS_TO_OBSERVE and self._selections is not None:
+            self._residency.update_heat(self._selections())
+            self._selections = None
 
     def _lease(self, slot: int, num_running: int) -> bool:
         """Leases hot rows to a slot, unless the next pages to be written would soon need them."""
         geometry = self._geometry
         reserve = lease_reserve(geometry.device_pages, num_running)
-        if self._residency.room < geometry.hot_pages + reserve:
+        room = self._residency.room_after(evictions=self._pool.num_cached_only)
+        if room < geometry.hot_pages + reserve:
             return False
         return self._residency.lease_hot(slot)

@@ -114,8 +114,12 @@ class PageStates:
     @property
     def room(self) -> int:
         """Device places that are free, or can be with no page evicted and no lease revoked."""
+        return self.room_after(0)
+
+    def room_after(self, evictions: int) -> int:
+        """Device places that are free, or can be after so many evictions, with no lease revoked."""
         host_room = self.num_free_host + self.count(PageState.CLEAN)
-        return self.num_free_device + min(self.num_droppable, host_room)
+        return self.num_free_device + min(self.num_droppable, host_room + evictions)
 
     def state(self, page: int) -> PageState:
         """State of a page."""

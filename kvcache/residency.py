@@ -274,8 +274,12 @@ class Residency(PageStates):
         """Ends the staging lease, if there is one."""
         self._leases.release_staging()
 
+    def measure_heat(self) -> None:
+        """Notes that the heat of all pages is measured now, to be told by `update_heat`."""
+        self._victims.measure_heat()
+
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:
-        """Replaces the heat of all pages: a decayed count of the selections of each.
+        """Replaces the heat, a decayed count of selections, of all pages but those started since.
 
         Raises:
             ValueError: there is not one for each page.

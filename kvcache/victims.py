@@ -113,7 +113,7 @@ class Victims:
 
     The expected loss of dropping a page is its heat, a decayed count of selections. Of pages
     equally hot the unreferenced go first, then those started or sealed longest ago. A page started
-    since the last `update_heat` counts as hotter than any that it covered.
+    since heat was last measured counts as hotter than any that was.
 
     Attributes:
         coldest: droppable pages, least loss first.
@@ -132,6 +132,7 @@ class Victims:
             referenced: whether a sequence holds each page.
         """
         self._heat = np.zeros(states.num_pages, np.float32)
+        self._begun: set[int] = set()  # since heat was last measured
         self._touched = np.zeros(states.num_pages, np.int64)  # when a page was started or sealed
         self._clock = 0
 
@@ -176,8 +177,12 @@ class Victims:
         self.hottest_host = PageQueue(selected_host, is_missed, hottest, all_hottest)
         self._queues = (self.coldest, self.coldest_dirty, self.hottest_clean, self.hottest_host)
 
+    def measure_heat(self) -> None:
+        """Notes that the heat of all pages is measured now, to be told by `update_heat`."""
+        self._begun.clear()
+
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:
-        """Replaces the heat of all pages.
+        """Replaces the heat of all pages but those started since it was measured.
 
         Raises:
             ValueError: there is not one for each page.
@@ -185,12 +190,14 @@ class Victims:
         if len(heat) != len(self._heat):
             raise ValueError(f"heat has {len(heat)} pages, there are {len(self._heat)}")
         self._heat = heat.copy()
+        self._heat[list(self._begun)] = math.inf
         for queue in self._queues:
             queue.invalidate()
 
     def begin(self, page: int) -> None:
         """Notes that an id is used anew: hot until measured."""
         self._heat[page] = math.inf
+        self._begun.add(page)
         self.touch(page)
 
     def touch(self, page: int) -> None:

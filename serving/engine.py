@@ -282,7 +282,7 @@ class Engine:
     def _fetch(self, launch: Launched) -> list[SequenceResult]:
         self._counters.stalls += not launch.is_ready
         start = time.monotonic()
-        results = launch.results()
+        results = self.runner.results(launch)
         self._counters.stalled_seconds += time.monotonic() - start
         return results
 
@@ -292,6 +292,7 @@ class Engine:
         with self.output_lock:
             for result in results:
                 sequence = result.sequence
+                sequence.reads += result.reads
                 if result.token is not None and not self.scheduler.confirm(sequence, result.token):
                     continue  # It has ended meanwhile.
                 if result.prompt_logprobs is not None and sequence in self.scheduler:
@@ -326,6 +327,7 @@ class Engine:
             self._counters.finished[reason or "abort"] += 1
             if sequence in self.scheduler:
                 sequence.cache_counters = self.scheduler.finish(sequence)
+                sequence.cache_counters += self.runner.cache.read_counters(sequence.reads)
 
     def _fail(self, request: Request, error: Exception, *, step_failed: bool = False) -> None:
         request.error, request.step_failed = error, step_failed

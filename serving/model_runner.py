@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int64
 
 from glm53.config import GLMConfig
 from glm53.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
+from kvcache.host_tier import READS
 from serving.buckets import Buckets, fit
 from serving.outputs import TokenLogprobs
 from serving.request import Continuation
@@ -43,11 +44,13 @@ class SequenceResult:
         logprobs: of that token, if asked for.
         start: place among the sequence's tokens of the first row that the launch computed.
         prompt_logprobs: of the prompt's tokens after that place; None if they were not asked for.
+        reads: what the launch has read for it; see `KVCache.read_counters`.
     """
 
     sequence: Continuation
     token: int | None
     logprobs: TokenLogprobs | None
+    reads: Int64[np.ndarray, " reads"]
     start: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -69,38 +72,33 @@ class _Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launched:
-    """A launch whose results are on their way to the host."""
+    """A launch whose results are on their way to the host.
 
-    _sequences: list[Continuation]
-    _tokens: jax.Array
-    _scores: _Scores | None
-    _decode: Callable[[int], str] | None
-    _chooses: bool = True
-    _start: int = 0
-    _prompt_scores: tuple[_Scores, ...] | None = None
+    Attributes:
+        sequences: those that it appended to.
+        slots: int32 [groups], their slots, then padding.
+        tokens: int32 [groups], the tokens chosen.
+        reads: see `StepOutput.reads`.
+        scores: log-probabilities of the tokens, if asked for.
+        chooses: whether anybody wants the tokens.
+        start: see `SequenceResult.start`.
+        prompt_scores: of the prompt's tokens, if asked for.
+    """
+
+    sequences: list[Continuation]
+    slots: np.ndarray
+    tokens: jax.Array
+    reads: jax.Array | None
+    scores: _Scores | None = None
+    chooses: bool = True
+    start: int = 0
+    prompt_scores: tuple[_Scores, ...] | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether `results` would not wait."""
-        is_ready: Callable[[], bool] = getattr(self._tokens, "is_ready")  # noqa: B009 untyped in jax
+        """Whether its results are there."""
+        is_ready: Callable[[], bool] = getattr(self.tokens, "is_ready")  # noqa: B009 untyped in jax
         return is_ready()
-
-    def results(self) -> list[SequenceResult]:
-        """What the launch gave, in the order of its sequences; waits until the device is done.
-
-        Raises:
-            Exception: whatever went wrong on the device, in this launch or one before it.
-        """
-        tokens = np.asarray(self._tokens)[: len(self._sequences)].tolist()
-        logprobs = _fetched(self._scores, tokens, self._decode)
-        prompt = None
-        if self._prompt_scores is not None:
-            entries = [_fetched(each, tokens, self._decode) for each in self._prompt_scores]
-            prompt = tuple(entry for some in entries for entry in some if entry is not None)
-        return [
-            SequenceResult(sequence, token if self._chooses else None, entry, self._start, prompt)
-            for sequence, token, entry in zip(self._sequences, tokens, logprobs, strict=True)
-        ]
 
 
 class ModelRunner:
@@ -249,12 +247,13 @@ class ModelRunner:
         if sequence.scores_prompt:
             scores = self._score_prompt(sequence, chunk, output.hidden)
         if chunk.is_last:
-            launched = self._choose([sequence], slots, output.logits, output.next_token)
+            launched = self._choose([sequence], slots, output)
         else:
             # Its greedy choice, which nobody wants, tells when it is done.
-            output.next_token.copy_to_host_async()
-            launched = Launched([sequence], output.next_token, None, self._decode_token, False)
-        return dataclasses.replace(launched, _start=chunk.start, _prompt_scores=scores)
+            launched = _on_its_way(
+                Launched([sequence], slots, output.next_token, output.reads, chooses=False)
+            )
+        return dataclasses.replace(launched, start=chunk.start, prompt_scores=scores)
 
     def launch_decode(self, batch: Mapping[int, Continuation]) -> Launched:
         """Appends the last chosen token of the sequence in each slot, and chooses the next ones."""
@@ -263,7 +262,34 @@ class ModelRunner:
         self.cache.prepare(dict.fromkeys(batch, 1))
         most_pages = max(self.cache.num_pages(slot) for slot in batch)
         output = self._decode(slots, fit(self.buckets.context_pages, most_pages))
-        return self._choose(list(batch.values()), slots, output.logits, output.next_token)
+        return self._choose(list(batch.values()), slots, output)
+
+    def results(self, launched: Launched) -> list[SequenceResult]:
+        """What a launch gave, in the order of its sequences; waits until the device is done.
+
+        Launches are asked for theirs in their order.
+
+        Raises:
+            Exception: whatever went wrong on the device, in this launch or one before it.
+        """
+        sequences, decode = launched.sequences, self._decode_token
+        tokens = np.asarray(launched.tokens)[: len(sequences)].tolist()
+        logprobs = _fetched(launched.scores, tokens, decode)
+        prompt = None
+        if launched.prompt_scores is not None:
+            entries = [_fetched(each, tokens, decode) for each in launched.prompt_scores]
+            prompt = tuple(entry for some in entries for entry in some if entry is not None)
+        if launched.reads is None:
+            reads = np.zeros((len(sequences), len(READS)), np.int64)
+        else:
+            told = np.asarray(launched.reads)[: len(sequences)]
+            reads = self.cache.note_reads(launched.slots[: len(sequences)], told)
+        return [
+            SequenceResult(
+                sequence, token if launched.chooses else None, entry, read, launched.start, prompt
+            )
+            for sequence, token, entry, read in zip(sequences, tokens, logprobs, reads, strict=True)
+        ]
 
     def _prefill(
         self, slots: np.ndarray, num_rows: int, token_ids: np.ndarray, context_pages: int
@@ -290,23 +316,21 @@ class ModelRunner:
 
     def _choose(
         self,
-        sequences: Sequence[Continuation],
+        sequences: list[Continuation],
         slots: np.ndarray,
-        logits: jax.Array,
-        greedy: jax.Array,
+        output: StepOutput,
     ) -> Launched:
         """The next token of each sequence: the step's own greedy choice, or the sampler's."""
-        chosen, sampled = greedy, _nobody(len(slots))
+        chosen, sampled = output.next_token, _nobody(len(slots))
         for row, sequence in enumerate(sequences):
             if sequence.sampling is not None:
                 sampled[row] = slots[row]
         if np.any(sampled >= 0):
-            chosen = self._sample(sampled, logits, greedy)
+            chosen = self._sample(sampled, output.logits, output.next_token)
         scores = self._score(
-            logits, chosen, None, [sequence.params.logprobs for sequence in sequences]
+            output.logits, chosen, None, [sequence.params.logprobs for sequence in sequences]
         )
-        chosen.copy_to_host_async()
-        return Launched(list(sequences), chosen, scores, self._decode_token)
+        return _on_its_way(Launched(sequences, slots, chosen, output.reads, scores))
 
     def _sample(self, slots: np.ndarray, logits: jax.Array, greedy: jax.Array) -> jax.Array:
         chosen, self._sampling, self.cache.device.sequences = self._sampler.sample(
@@ -371,6 +395,13 @@ class ModelRunner:
 def _nobody(count: int) -> np.ndarray:
     """Slots of groups that are padding."""
     return np.full(count, -1, np.int32)
+
+
+def _on_its_way(launched: Launched) -> Launched:
+    launched.tokens.copy_to_host_async()
+    if launched.reads is not None:
+        launched.reads.copy_to_host_async()
+    return launched
 
 
 def _continuation(chunk: PrefillChunk) -> Continuation:

@@ -4,7 +4,10 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvcache import CacheCounters
+from kvcache.host_tier import READS
 from serving.output_text import OutputText
 from serving.outputs import (
     CompletionOutput,
@@ -35,6 +38,7 @@ class Continuation:
         logprobs: of each of them, if asked for.
         finish_reason: set when it is done.
         stop_reason: the stop id or text that ended it; None for an end-of-sequence id.
+        reads: what the launches whose results are known have read for it.
         cache_counters: what the cache did for it; filled when it is done.
         last_token_at: when its last token became known, by `time.monotonic`.
     """
@@ -52,6 +56,7 @@ class Continuation:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    reads: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(READS), np.int64))
     cache_counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
     last_token_at: float | None = None
 

@@ -180,7 +180,6 @@ def test_equal_to_references(
     config = small_config()
     geometry = small_geometry(config)
     steps, params = Steps(config, geometry, make_mesh()), preset_params(config, 1)
-    steps.one_body = False  # as on a GPU
     state = random_state(config, geometry)
     expected, expected_state = run(steps, params, state)
     assert not traced

@@ -406,6 +406,7 @@ class Histories(RuleBasedStateMachine):
     def promote(self, limit: int) -> None:
         self.evict(3)  # so that there may be room to spare
         heat = np.random.default_rng(limit).integers(1, 4, self.geometry.num_pages)
+        self.residency.measure_heat()
         self.residency.update_heat(heat.astype(np.float32))
         self.counts["promoted"] += self.residency.promote(limit)
 

@@ -1,8 +1,10 @@
 """Short stories of sequences in a cache whose device keeps no bytes."""
 
+import numpy as np
 import pytest
 
 from kvcache import KVCache, KVGeometry, OutOfPagesError, SimulatedDevice
+from kvcache.page_states import PageState
 from pallas_kernels.row_format import RowFormat
 
 PAGE = 4
@@ -81,3 +83,46 @@ def test_what_has_grown_counts_when_another_opens() -> None:
     with pytest.raises(OutOfPagesError):
         cache.open(3, [3, 4, 5], PAGE)
     cache.check_integrity()
+
+
+def test_hot_rows_are_leased_where_the_host_is_full_of_cached_pages() -> None:
+    """Catches a sequence that reads in host memory for good, since nobody gives cached pages up."""
+    cache = make(device_pages=8, host_pages=8)
+    prompt = [0] * 5 * PAGE
+    for first in range(4):
+        cache.open(0, [first, *prompt], len(prompt) + 1)
+        for start in range(0, len(prompt), PAGE):
+            compute(cache, 0, [first, *prompt][start : start + PAGE])
+        cache.close(0)
+    residency = cache.residency
+    cache.open(0, [2, *prompt], len(prompt) + 1)
+    assert residency.room == residency.num_free_host == 0
+    assert any(residency.state(page) is PageState.HOST for page in cache.pages_of(0))
+    cache.prepare({0: 1})
+    assert residency.hot_places(0)
+    cache.check_integrity()
+
+
+def test_reads_belong_to_the_launch_that_tells_them() -> None:
+    """Catches reads counted twice, for another slot, lost when a count wraps, or when a sequence
+    has given its slot to another before its last launch is known."""
+    cache = make(device_pages=4, host_pages=2)
+    cache.open(1, [1, 2], 4)
+    cache.open(2, [3, 4], 4)
+    # Two devices' counts, side by side.
+    first = np.array([[5, 1, 1, 1, 1, 1, 2, 0, 0, 0, 0, 0], [9, 0, 0, 0, 0, 0] * 2], np.int32)
+    assert cache.note_reads(np.array([1, 2]), first)[:, 0].tolist() == [7, 18]
+    assert cache.total.resident_reads == 25
+    cache.close(1)
+    cache.open(1, [5, 6], 4)
+    later = first[:1] + 1
+    assert cache.note_reads(np.array([1]), later).tolist() == [[2] * 6]
+    counters = cache.read_counters(np.array([1, 2, 3, 4, 5, 6]))
+    assert (counters.resident_reads, counters.missed_rows) == (1, 5)
+    assert counters.staged_bytes == 6 * ROW.row_bytes
+    assert cache.total.resident_reads == 27
+    most = np.iinfo(np.int32).max
+    wraps = np.array([[most, *[0] * 11]], np.int32)
+    cache.note_reads(np.array([3]), wraps)
+    wrapped = np.array([[-most, *[0] * 11]], np.int32)
+    assert cache.note_reads(np.array([3]), wrapped)[0, 0] == 2

@@ -282,6 +282,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def update_heat(self, data: st.DataObject) -> None:
         heat = st.lists(st.integers(0, 3), min_size=self.num_pages, max_size=self.num_pages)
+        self.residency.measure_heat()
         self.residency.update_heat(np.array(data.draw(heat), np.float32))
 
     @rule(count=st.integers(0, 5))

@@ -57,6 +57,7 @@ class Harness:
 
     def heat(self, *heat: float) -> None:
         padding = [0.0] * (self.num_pages - len(heat))
+        self.pages.measure_heat()
         self.pages.update_heat(np.array([*heat, *padding][: self.num_pages], np.float32))
 
     def states(self, *pages: int) -> str:
@@ -89,6 +90,21 @@ def test_order_of_victims(data: st.DataObject) -> None:
         order, key=lambda page: (heat[page], page not in harness.unreferenced, order.index(page))
     )
     assert dropped_in_turn(harness, order) == expected
+
+
+def test_heat_measured_before_a_page_began() -> None:
+    """The heat of whatever had a page's id before taken for its own, while counts are under way."""
+    harness = Harness(5, 5)
+    harness.fill(0, 1, 2)
+    harness.pages.measure_heat()
+    harness.fill(3)
+    harness.pages.update_heat(np.array([1, 0, 2, 0, 0, 0, 0, 0, 0, 0], np.float32))
+    harness.fill(4)
+    assert dropped_in_turn(harness, [0, 1, 2, 3, 4]) == [1, 0, 2, 3, 4]
+    harness = Harness(5, 5)
+    harness.fill(3, 0)
+    harness.heat(1, 0, 0, 0)
+    assert dropped_in_turn(harness, [0, 3]) == [3, 0]
 
 
 def test_what_changed_since_the_order_was_made() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import OutOfPagesError
 from serving.engine import Engine
-from serving.model_runner import Launched, ModelRunner
+from serving.model_runner import ModelRunner
 from serving.outputs import RequestOutput
 from serving.request import Request
 from serving.sampling_params import SamplingParams
@@ -128,7 +128,7 @@ def test_a_step_is_launched_before_the_last_one_is_known(
 
     record(ModelRunner, "launch_prefill", returned=lambda _: "prefill")
     record(ModelRunner, "launch_decode", returned=lambda _: "decode")
-    record(Launched, "results", returned=lambda found: f"{len(found)} known")
+    record(ModelRunner, "results", returned=lambda found: f"{len(found)} known")
     finish(engine, request(engine, "a", tokens(1, 20), max_tokens=4))
     assert calls == [
         "prefill",
@@ -238,8 +238,7 @@ def test_an_error_of_the_device(
     requests = [
         request(engine, f"{number}", prompt, max_tokens=12) for number, prompt in enumerate(prompts)
     ]
-    kind: type = Launched if part == "results" else ModelRunner
-    method, calls = getattr(kind, part), []
+    method, calls = getattr(ModelRunner, part), []
 
     def failing(*args: Any) -> Any:
         calls.append(part)
@@ -247,7 +246,7 @@ def test_an_error_of_the_device(
             raise RuntimeError("the device is lost")
         return method(*args)
 
-    monkeypatch.setattr(kind, part, failing)
+    monkeypatch.setattr(ModelRunner, part, failing)
     failures = engine.metrics().finished.get("error", 0)
     outputs = finish(engine, *requests)
     started = [output.error is not None for output in outputs]

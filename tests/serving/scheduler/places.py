@@ -1,5 +1,7 @@
 """A device whose pages hold a number a row, in the places of two tiers."""
 
+from collections.abc import Callable
+
 import numpy as np
 from jaxtyping import Float32, Int32
 
@@ -49,7 +51,7 @@ class PlacesDevice(SimulatedDevice):
         for place in set(range(len(self._host))) - {host_place for _, host_place in self._places}:
             self._host[place] = self._lost_page()
 
-    def cool(self) -> Float32[np.ndarray, " pages"]:
+    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         self.heat = self._rng.exponential(size=len(self.heat)).astype(np.float32)
         return super().cool()
 
