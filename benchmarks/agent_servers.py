@@ -6,7 +6,6 @@ import time
 from benchmarks.agent_workload import Answer
 from kvcache import KVCache, KVGeometry, SimulatedDevice
 from serving.engine import Engine
-from serving.engine_options import KVPolicy
 from serving.request import Request
 from serving.sampling_params import SamplingParams
 from serving.scheduler import Scheduler
@@ -97,18 +96,12 @@ class SimulatedServer:
 
     Args:
         geometry: sizes of the store.
-        kv_policy: what leaves the device.
         max_num_batched_tokens: most prompt tokens of a step.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, kv_policy: KVPolicy, max_num_batched_tokens: int
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, max_num_batched_tokens: int) -> None:
         self.cache = KVCache(
-            geometry,
-            SimulatedDevice(geometry),
-            most_step_rows=max_num_batched_tokens,
-            keep_running_resident=kv_policy == "swap",
+            geometry, SimulatedDevice(geometry), most_step_rows=max_num_batched_tokens
         )
         self._scheduler = Scheduler(
             self.cache,

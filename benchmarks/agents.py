@@ -90,13 +90,13 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
         # Index keys of pages in host memory lie on the devices too.
         device_bytes = device_pages * one_page.device_bytes
         device_pages, host_pages = one_page.pages_within(device_bytes, NODE_HOST_BYTES)
-    hot_rows = 4 * config.index_topk // NODE_DEVICES if kv_policy == "hybrid" else 1
+    geometry = dataclasses.replace(one_page, device_pages=device_pages, host_pages=host_pages)
+    if kv_policy != "hybrid":
+        return geometry
     return dataclasses.replace(
-        one_page,
-        device_pages=device_pages,
-        host_pages=host_pages,
-        hot_rows=hot_rows if host_pages else 0,
-        staging_pages=-(-one_page.max_pages_per_sequence // one_page.num_layers) * bool(host_pages),
+        geometry,
+        hot_rows=4 * config.index_topk // NODE_DEVICES,
+        staging_pages=-(-one_page.max_pages_per_sequence // one_page.num_layers),
     )
 
 
@@ -105,7 +105,7 @@ def simulate(concurrency: Sequence[int], turns_each: int, workload: Workload) ->
     for kv_policy in POLICIES:
         for agents in concurrency:
             geometry = node_geometry(kv_policy, workload, max(_SLOTS, agents))
-            server = SimulatedServer(geometry, kv_policy, 8192)
+            server = SimulatedServer(geometry, 8192)
             result = run_agents(
                 server, workload, concurrency=agents, turns=turns_each * agents, vocab_size=1 << 17
             )

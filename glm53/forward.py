@@ -137,7 +137,7 @@ class Forward:
     def no_selection(self) -> Selection:
         """A selection of nothing, for a layer that makes its own."""
         nothing = jnp.full((self.positions.shape[0], self.config.index_topk), -1, jnp.int32)
-        staged = StagedPages.none(self.geometry) if self.geometry.has_host_tier else None
+        staged = StagedPages.none(self.geometry) if self.geometry.reads_host else None
         return Selection(nothing, nothing, staged)
 
     def trunk(

@@ -47,7 +47,6 @@ class Admission:
         states: the account of places.
         running: the sequences that run, which the caller keeps up to date.
         most_step_rows: most rows of one sequence in a step.
-        keep_running_resident: all pages of those that run lie on the device.
 
     Attributes:
         outstanding: pages that those that run are still promised together, which the caller keeps
@@ -61,11 +60,9 @@ class Admission:
         states: PageStates,
         running: Collection[RunningSequence],
         most_step_rows: int,
-        keep_running_resident: bool,
     ) -> None:
         self._geometry, self._pool, self._states, self._running = geometry, pool, states, running
         self._most_step_rows = most_step_rows
-        self._keep_running_resident = keep_running_resident
         self.outstanding = 0
 
     @property
@@ -108,7 +105,7 @@ class Admission:
             min(_NEWEST_PAGES, max(sequence.promised_pages, len(sequence.pages)))
             for sequence in self._running
         )
-        if self._keep_running_resident:
+        if not self._geometry.reads_host:
             new = sum(not self._states.is_pinned(page) for page in found.pages)
             new += promised_pages - len(found.pages) + spare_pages
             fixed = max(fixed, self._states.num_fixed + self.outstanding + new)
@@ -132,6 +129,6 @@ class Admission:
             return False
         if not self._geometry.has_host_tier:
             return True
-        if self._keep_running_resident:
+        if not self._geometry.reads_host:
             new = beyond + self.outstanding
         return new <= self._geometry.device_pages - self._states.num_fixed

@@ -67,7 +67,7 @@ class DeviceTables:
         """Has the device do all of this once, for nobody."""
         self.assign(-1, (), 0)
         self._device.set_pages(self._no_pages())
-        if self._geometry.has_host_tier:
+        if self._geometry.reads_host:
             self._device.lease(*self._no_leases())
             self._launch_borrowed()
 

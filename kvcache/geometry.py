@@ -31,7 +31,8 @@ class KVGeometry:
         rows_per_device: rows of a page on one device.
         max_sequences: sequence slots.
         max_pages_per_sequence: length of a block table.
-        hot_rows: rows that a sequence may keep on each device of pages that are not there.
+        hot_rows: rows that a sequence may keep on each device of pages that are not there; 0 where
+            steps read no such pages, as all pages of the sequences that run are on the device.
         staging_pages: device pages that a prefill may borrow for pages that are not there.
         row_format: format of an MLA row.
         index_row_format: format of an index key.
@@ -63,7 +64,7 @@ class KVGeometry:
             raise ValueError(f"group_layers must be positive, got {self.group_layers}")
         if KEY_BLOCK % self.rows_per_device:
             raise ValueError(f"rows_per_device {self.rows_per_device} must divide {KEY_BLOCK}")
-        if self.has_host_tier != (self.hot_rows > 0):
+        if self.hot_rows and not self.has_host_tier:
             raise ValueError(
                 f"hot_rows {self.hot_rows} does not go with host_pages {self.host_pages}"
             )
@@ -80,6 +81,11 @@ class KVGeometry:
     def has_host_tier(self) -> bool:
         """Whether pages may leave the device."""
         return self.host_pages > 0
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether steps read pages that are not on the device."""
+        return self.hot_rows > 0
 
     @property
     def num_layers(self) -> int:
@@ -146,7 +152,7 @@ class KVGeometry:
         """Bytes on all devices that hold no row: page maps, selection counts and hot-row maps."""
         if not self.has_host_tier:
             return self.num_devices * 8 * self.num_pages
-        hot = self.num_index_layers * 8 * self.hot_rows + 2 * self.sequence_rows
+        hot = self.num_index_layers * 8 * self.hot_rows + 2 * self.sequence_rows * self.reads_host
         slots = self.max_sequences * (hot + 4 * self.hot_pages + 4 * _NUM_READS)
         staging = 4 * max(self.staging_pages, 1)
         return self.num_devices * (slots + 12 * self.num_pages + staging)

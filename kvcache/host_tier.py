@@ -63,7 +63,7 @@ class HostTier:
             jnp.full((slots, geometry.hot_pages), -1, jnp.int32),
             jnp.full(hot, -1, jnp.int32),
             jnp.full(hot, jnp.nan, jnp.float32),
-            jnp.zeros((slots, devices * geometry.sequence_rows), jnp.int16),
+            jnp.zeros((slots, devices * geometry.sequence_rows * geometry.reads_host), jnp.int16),
             jnp.full((max(geometry.staging_pages, 1),), -1, jnp.int32),
             jnp.zeros((devices * geometry.num_pages,), jnp.float32),
             jnp.zeros((slots, devices * len(READS)), jnp.int32),

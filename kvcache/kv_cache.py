@@ -32,8 +32,6 @@ class KVCache[DeviceT: CacheDevice]:
         most_step_rows: most rows of one sequence in a step.
         with_hidden: the steps continue from the hidden state of a sequence's last token, which is
             not cached: of a prompt that is cached, that token is computed again.
-        keep_running_resident: all pages of a running sequence lie on the device, as in engines
-            that swap whole sequences; only those of others move to host memory.
 
     Attributes:
         geometry: sizes of the store.
@@ -51,13 +49,11 @@ class KVCache[DeviceT: CacheDevice]:
         *,
         most_step_rows: int,
         with_hidden: bool = False,
-        keep_running_resident: bool = False,
     ) -> None:
         self.geometry = geometry
         self.device = device
         self._rows_per_page = geometry.rows_per_page
         self._with_hidden = with_hidden
-        self._keep_running_resident = keep_running_resident
         self.moves = PageMoves(device.move, _MOVES_A_LAUNCH)
         self.pool = PagePool(geometry.num_pages, lambda page: self.residency.forget(page))
         self.index = PrefixIndex(geometry.rows_per_page, self.pool)
@@ -80,7 +76,6 @@ class KVCache[DeviceT: CacheDevice]:
             self.residency,
             self._running.values(),
             most_step_rows,
-            keep_running_resident,
         )
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
         self._policy = PagePolicy(geometry, device, self.residency, self.pool)
@@ -155,7 +150,7 @@ class KVCache[DeviceT: CacheDevice]:
             self._slots_of.setdefault(page, set()).add(slot)
         if found.partial is not None:
             self.pool.acquire(found.partial[0])
-        if self._keep_running_resident:
+        if self.geometry.has_host_tier and not self.geometry.reads_host:
             self._bring_back(slot)
         if found.partial is not None:
             source, _ = found.partial
@@ -254,7 +249,7 @@ class KVCache[DeviceT: CacheDevice]:
         self._tables.forget(slot)
         self.index.release(sequence.pages, self._clock, due=self._clock if parked else None)
         if self.geometry.has_host_tier:
-            self._policy.close(slot)
+            self._policy.close(slot, sequence.pages)
         self.total += sequence.counters
         return sequence.counters
 
@@ -287,7 +282,7 @@ class KVCache[DeviceT: CacheDevice]:
         """
         self._tables.warm_up()
         self.moves.launch()
-        if self.geometry.has_host_tier:
+        if self.geometry.reads_host:
             self.device.cool()
 
     def tick(self) -> int:
@@ -440,7 +435,7 @@ class KVCache[DeviceT: CacheDevice]:
 
     def _pin(self, sequence: RunningSequence, pages: Sequence[int]) -> None:
         """Keeps more pages on the device, in place of the one before unless all are to stay."""
-        if not self._keep_running_resident:
+        if self.geometry.reads_host:
             self._unpin(sequence)
             pages = pages[-1:]
         for page in pages:

@@ -1,6 +1,6 @@
 """What is done about pages in host memory before each step: moves ahead of need, and leases."""
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 
 import numpy as np
 from jaxtyping import Float32
@@ -55,7 +55,8 @@ class PagePolicy:
         """
         residency = self._residency
         self._steps += 1
-        self._observe()
+        if self._geometry.reads_host:
+            self._observe()
         residency.clean_ahead(_PAGES_CLEANED_A_STEP)
         residency.promote(_PAGES_RESTORED_A_STEP)
         if staging:
@@ -71,10 +72,12 @@ class PagePolicy:
             slot for slot in residency.changed_leases & running if not residency.hot_places(slot)
         }
 
-    def close(self, slot: int) -> None:
-        """Ends a sequence's lease."""
+    def close(self, slot: int, pages: Sequence[int]) -> None:
+        """Ends a sequence's lease; where no heat is measured, notes that its pages were used."""
         self._residency.release_hot(slot)
         self._spilled.discard(slot)
+        if not self._geometry.reads_host:
+            self._residency.touch(reversed(pages))
 
     def _observe(self) -> None:
         """Asks the device now and then what it has counted, and takes the answer steps later."""

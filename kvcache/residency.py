@@ -1,6 +1,6 @@
 """Which tier each page lies in, and the policy that moves pages between the tiers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from jaxtyping import Bool, Float32
@@ -273,6 +273,11 @@ class Residency(PageStates):
     def release_staging(self) -> None:
         """Ends the staging lease, if there is one."""
         self._leases.release_staging()
+
+    def touch(self, pages: Iterable[int]) -> None:
+        """Makes pages the most recently used ones, each more so than those before it."""
+        for page in pages:
+            self._victims.touch(page)
 
     def measure_heat(self) -> None:
         """Notes that the heat of all pages is measured now, to be told by `update_heat`."""

@@ -112,7 +112,7 @@ class Victims:
     """Heat of all pages, and the queues that follow from it.
 
     The expected loss of dropping a page is its heat, a decayed count of selections. Of pages
-    equally hot the unreferenced go first, then those started or sealed longest ago. A page started
+    equally hot the unreferenced go first, then those touched longest ago. A page started
     since heat was last measured counts as hotter than any that was.
 
     Attributes:
@@ -133,7 +133,7 @@ class Victims:
         """
         self._heat = np.zeros(states.num_pages, np.float32)
         self._begun: set[int] = set()  # since heat was last measured
-        self._touched = np.zeros(states.num_pages, np.int64)  # when a page was started or sealed
+        self._touched = np.zeros(states.num_pages, np.int64)  # when a page was last used
         self._clock = 0
 
         def loss(page: int) -> Order:
@@ -201,7 +201,7 @@ class Victims:
         self.touch(page)
 
     def touch(self, page: int) -> None:
-        """Makes a page the most recently started or sealed one."""
+        """Makes a page the most recently used one."""
         self._clock += 1
         self._touched[page] = self._clock
 

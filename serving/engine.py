@@ -97,7 +97,6 @@ class Engine:
             mesh,
             Buckets.for_geometry(geometry, most_step_rows(geometry, batched_tokens)),
             self._decode_token if has_tokenizer else None,
-            keep_running_resident=options.kv_policy == "swap",
         )
         self.reader = RequestReader(
             tokenizer=self.tokenizer,

@@ -111,7 +111,6 @@ class ModelRunner:
         mesh: where everything is.
         buckets: shapes of the steps.
         decode_token: gives a token's text, or None without a tokenizer.
-        keep_running_resident: all pages of a running sequence lie on the device.
 
     Attributes:
         config: the model.
@@ -129,10 +128,7 @@ class ModelRunner:
         mesh: Mesh,
         buckets: Buckets,
         decode_token: Callable[[int], str] | None,
-        *,
-        keep_running_resident: bool = False,
     ) -> None:
-        self._keep_running_resident = keep_running_resident
         self.config, self.geometry = config, geometry
         self.params, self._mesh, self.buckets = params, mesh, buckets
         self._decode_token = decode_token
@@ -215,7 +211,6 @@ class ModelRunner:
             ),
             most_step_rows=self.buckets.rows[-1],
             with_hidden=self._steps.with_mtp,
-            keep_running_resident=self._keep_running_resident,
         )
         self._sampling = SamplingState.create(
             self.geometry.max_sequences, self.config.vocab_size, self._mesh

@@ -148,8 +148,14 @@ def resolve_geometry(
         )
     geometry = dataclasses.replace(one_page, device_pages=device_pages)
     if host_pages:
-        hot_rows = 1 if options.kv_policy == "swap" else options.hot_rows
-        geometry = _with_host_tier(geometry, host_pages, hot_rows, index_topk)
+        if device_pages < FEWEST_DEVICE_PAGES:
+            raise ValueError(
+                f"device_pages must be at least {FEWEST_DEVICE_PAGES} with pages in host memory, "
+                f"got {device_pages}: raise it or use kv_policy='resident'"
+            )
+        geometry = dataclasses.replace(geometry, host_pages=host_pages)
+        if options.kv_policy == "hybrid":
+            geometry = _with_hot_rows(geometry, options.hot_rows, index_topk)
         if not on_cpu and geometry.host_bytes > pinnable_bytes():
             raise ValueError(
                 f"host_memory_gib {options.host_memory_gib} is more than the "
@@ -175,15 +181,8 @@ def most_step_rows(geometry: KVGeometry, max_num_batched_tokens: int) -> int:
     return min(max_num_batched_tokens, pages * geometry.rows_per_page)
 
 
-def _with_host_tier(
-    geometry: KVGeometry, host_pages: int, hot_rows: int | None, index_topk: int
-) -> KVGeometry:
+def _with_hot_rows(geometry: KVGeometry, hot_rows: int | None, index_topk: int) -> KVGeometry:
     device_pages = geometry.device_pages
-    if device_pages < FEWEST_DEVICE_PAGES:
-        raise ValueError(
-            f"device_pages must be at least {FEWEST_DEVICE_PAGES} with pages in host memory, got "
-            f"{device_pages}: raise it or use kv_policy='resident'"
-        )
     most_pages = max(device_pages // _LEASE_SHARE, 1)
     if hot_rows is None:
         wanted = -(-_HOT_SELECTIONS * index_topk // geometry.num_devices)
@@ -199,7 +198,6 @@ def _with_host_tier(
     staging_pages = -(-geometry.max_pages_per_sequence // geometry.num_layers)
     return dataclasses.replace(
         geometry,
-        host_pages=host_pages,
         hot_rows=hot_rows,
         staging_pages=min(staging_pages, most_pages),
     )

@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"--model {options.model}: batch needs text, and there is no tokenizer.json"
             )
-        llm = LLM(options.model, **engine_options(options))
+        llm = LLM(**engine_options(options))
         target = stack.enter_context(_open_target(options.output))
         hidden = not sys.stderr.isatty()
         bar = stack.enter_context(tqdm(desc="Processed rows", unit=" rows", disable=hidden))

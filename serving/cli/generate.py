@@ -23,7 +23,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _run(options: argparse.Namespace) -> int:
     params = SamplingParams(**{name: getattr(options, name) for name in _SAMPLING})
-    llm = LLM(options.model, **engine_options(options))
+    llm = LLM(**engine_options(options))
     shown = 0
     for _, output in llm.generate_iter(options.text, params, stream=True):
         text = output.outputs[0].text

@@ -1,35 +1,56 @@
 """Arguments that several subcommands share."""
 
 import argparse
-from typing import Any
+import dataclasses
+import typing
+from typing import Any, Literal
 
-from serving.engine_options import BUILT_IN_MODEL
+from serving.engine_options import EngineOptions
 
-_ENGINE_OPTIONS = (
-    "dtype",
-    "kv_cache_dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "tensor_parallel_size",
-)
+_HELP = {
+    "model": "checkpoint directory, or the built-in 'tiny'",
+    "dtype": "of activations and unquantised weights",
+    "kv_cache_dtype": "of cached rows",
+    "max_model_len": "longest prompt and output, in tokens",
+    "latent_norm_eps": "epsilon of the latent norms",
+    "activation_quantization": "of what FP8 weights multiply",
+    "tensor_parallel_size": "devices to shard over",
+    "max_num_seqs": "most sequences that decode together",
+    "max_num_batched_tokens": "most prompt tokens of a step",
+    "enable_prefix_caching": "continue from what other requests have computed",
+    "device_pages": "pages of the store on the devices; all that fits by default",
+    "host_memory_gib": "host memory for pages that the devices have no room for",
+    "kv_policy": "what may leave the devices",
+    "hot_rows": "rows of pages in host memory that a sequence keeps on each device",
+    "memory_fraction": "share of each device's memory for weights and store",
+}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--model`, and the arguments that `engine_options` reads."""
-    parser.add_argument(
-        "--model", default=BUILT_IN_MODEL, help="checkpoint directory, or the built-in 'tiny'"
-    )
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", choices=("auto", "float32", "bfloat16", "fp8")
-    )
-    parser.add_argument("--max-model-len", type=int, help="longest prompt and output, in tokens")
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=256, help="most sequences that decode together"
-    )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to shard over")
+    """Adds an argument for each field of `EngineOptions`."""
+    kinds = typing.get_type_hints(EngineOptions)
+    for field in dataclasses.fields(EngineOptions):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=field.default,
+            help=_HELP[field.name],
+            **_parsing(kinds[field.name]),
+        )
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for `LLM`."""
-    return {name: getattr(options, name) for name in _ENGINE_OPTIONS}
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(EngineOptions)}
+
+
+def _parsing(kind: Any) -> dict[str, Any]:
+    """How argparse is to read a value of a field's type."""
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    kinds = typing.get_args(kind) or (kind,)
+    for number in (float, int):
+        if number in kinds:
+            return {"type": number}
+    return {}

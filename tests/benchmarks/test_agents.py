@@ -33,10 +33,10 @@ def simulate(kv_policy: KVPolicy, concurrency: int, turns_each: int = 4) -> Resu
         max_pages_per_sequence=pages,
         row_format=ROW,
         index_row_format=ROW,
-        hot_rows={"resident": 0, "swap": 1, "hybrid": 2 * PAGE}[kv_policy],
-        staging_pages=int(host),
+        hot_rows=2 * PAGE if kv_policy == "hybrid" else 0,
+        staging_pages=int(kv_policy == "hybrid"),
     )
-    server = SimulatedServer(geometry, kv_policy, max_num_batched_tokens=128)
+    server = SimulatedServer(geometry, max_num_batched_tokens=128)
     result = run_agents(
         server,
         WORKLOAD,

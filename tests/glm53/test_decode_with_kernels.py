@@ -17,7 +17,7 @@ from glm53.config import GLMConfig
 from glm53.kv_geometry import kv_geometry
 from glm53.presets import preset
 from glm53.sharding import make_mesh
-from glm53.steps import PrefillBatch, StepOutput, Steps
+from glm53.steps import STEP_OUTPUT, PrefillBatch, StepOutput, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
 from kvcache.host_tier import READS, HostTier
 from pallas_kernels.implementation import preferred
@@ -127,7 +127,7 @@ def random_state(config: GLMConfig, geometry: KVGeometry) -> State:
 def run(steps: Steps, params: Any, state: State) -> tuple[list[StepOutput], State]:
     """Two steps of two rows for each of two sequences, and a group that is padding."""
     step = jax.jit(
-        functools.partial(steps._sharded, steps._prefill),
+        functools.partial(steps._sharded, steps._prefill, STEP_OUTPUT),
         static_argnames=("context_pages", "trace"),
         compiler_options={"xla_backend_optimization_level": 1},
     )

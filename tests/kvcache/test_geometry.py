@@ -235,7 +235,6 @@ def test_negative_sizes_are_refused(name: str) -> None:
         ({"group_layers": ()}, r"group_layers .*\(\)"),
         ({"group_layers": (2, 0)}, r"group_layers .*\(2, 0\)"),
         ({"hot_rows": 8}, "hot_rows 8 .*host_pages 0"),
-        ({"host_pages": 8}, "hot_rows 0 .*host_pages 8"),
         ({"host_pages": 1, "hot_rows": MAX_HOT_ROWS + 1}, f"hot_rows .*{MAX_HOT_ROWS + 1}"),
         ({"device_pages": 2**27}, f"device_pages {2**27}"),
         ({"host_pages": 2**28, "hot_rows": 8}, f"host_pages {2**28}"),

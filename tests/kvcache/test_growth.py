@@ -26,7 +26,7 @@ PAGE, SLOTS, STEP_ROWS, LONGEST = 4, 3, 8, 40
 ROW = RowFormat("float32", 1, 0, 1.0)
 
 
-def geometry(device_pages: int, host_pages: int) -> KVGeometry:
+def geometry(device_pages: int, host_pages: int, *, swaps: bool = False) -> KVGeometry:
     return KVGeometry(
         group_layers=(1,),
         device_pages=device_pages,
@@ -37,8 +37,8 @@ def geometry(device_pages: int, host_pages: int) -> KVGeometry:
         max_pages_per_sequence=LONGEST // PAGE,
         row_format=ROW,
         index_row_format=ROW,
-        hot_rows=PAGE if host_pages else 0,
-        staging_pages=1 if host_pages else 0,
+        hot_rows=PAGE if host_pages and not swaps else 0,
+        staging_pages=1 if host_pages and not swaps else 0,
     )
 
 
@@ -59,13 +59,8 @@ class Growth(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        sizes = geometry(*data.draw(self.sizes))
-        self.cache = KVCache(
-            sizes,
-            SimulatedDevice(sizes),
-            most_step_rows=STEP_ROWS,
-            keep_running_resident=self.swaps,
-        )
+        sizes = geometry(*data.draw(self.sizes), swaps=self.swaps)
+        self.cache = KVCache(sizes, SimulatedDevice(sizes), most_step_rows=STEP_ROWS)
         self.most = sizes.device_pages if self.swaps else sizes.num_pages
         self.running: dict[int, Grown] = {}
         self.past: list[list[int]] = []
@@ -212,10 +207,8 @@ def test_growth(policy: str) -> None:
 def test_swapped_sequences_come_back_whole() -> None:
     """A sequence that runs under `swap` while some of its pages are in host memory, one that is
     let in although not all of its pages find room on the device, or never again."""
-    sizes = geometry(8, 12)
-    cache = KVCache(
-        sizes, SimulatedDevice(sizes), most_step_rows=STEP_ROWS, keep_running_resident=True
-    )
+    sizes = geometry(8, 12, swaps=True)
+    cache = KVCache(sizes, SimulatedDevice(sizes), most_step_rows=STEP_ROWS)
 
     def run(slot: int, token_ids: list[int]) -> int:
         found = cache.open(slot, token_ids, len(token_ids) + 2)

@@ -24,11 +24,9 @@ def make(
         max_pages_per_sequence=device_pages + host_pages,
         row_format=ROW,
         index_row_format=ROW,
-        hot_rows=PAGE if host_pages else 0,
+        hot_rows=PAGE if host_pages and not swaps else 0,
     )
-    return KVCache(
-        geometry, SimulatedDevice(geometry), most_step_rows=8, keep_running_resident=swaps
-    )
+    return KVCache(geometry, SimulatedDevice(geometry), most_step_rows=8)
 
 
 def compute(cache: KVCache[SimulatedDevice], slot: int, token_ids: list[int]) -> None:

@@ -26,6 +26,9 @@ def test_generate(capsys: pytest.CaptureFixture) -> None:
         (["generate", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "x", "--model", "no-such-model"], "no-such-model"),
         (["generate", "x", "--max-model-len", "200000"], "max_model_len"),
+        (["generate", "x", "--kv-policy", "resident", "--host-memory-gib", "0.5"], "0.5 has no"),
+        (["generate", "x", "--memory-fraction", "2", "--no-enable-prefix-caching"], "fraction"),
+        (["generate", "x", "--hot-rows", "40000"], "hot_rows"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture, arguments: list[str], message: str) -> None:

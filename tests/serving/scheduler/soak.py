@@ -46,15 +46,14 @@ class Sizes:
             max_num_seqs=max_num_seqs,
             most_step_rows=most_step_rows,
             max_num_batched_tokens=rng.choice((2, 8, 24)),
-            hot_pages=0 if policy == "resident" else rng.choice((1, 2)),
-            staging_pages=0 if policy == "resident" else rng.choice((0, 2)),
+            hot_pages=rng.choice((1, 2)) if policy == "hybrid" else 0,
+            staging_pages=rng.choice((0, 2)) if policy == "hybrid" else 0,
             with_hidden=rng.random() < 0.3,
         )
 
 
 def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
     """A cache, and the most tokens that a sequence may have in it."""
-    swapping = policy == "swap"
     pages = sizes.device_pages + (sizes.host_pages if policy == "hybrid" else 0)
     geometry = KVGeometry(
         group_layers=(1,),
@@ -74,7 +73,6 @@ def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
         PlacesDevice(geometry),
         most_step_rows=sizes.most_step_rows,
         with_hidden=sizes.with_hidden,
-        keep_running_resident=swapping,
     )
     return cache, pages * ROWS_PER_PAGE
 
