@@ -54,7 +54,8 @@ class LoopMetrics:
             parked sequences each time.
         cached_tokens: of these, found in the cache.
         generated_tokens: output tokens.
-        cache: what the cache did for the sequences that have ended.
+        cache: what the cache did: reads as of the last results, all else for sequences that have
+            ended or been parked.
         finished: continuations that have ended, by reason; "error" for those that failed.
         stalls: launches whose results were waited for.
         stalled_seconds: how long.
