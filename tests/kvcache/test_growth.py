@@ -230,6 +230,7 @@ def test_swapped_sequences_come_back_whole() -> None:
         cache.open(0, [*first, 3], len(first) + 3)
     cache.close(1)
     assert run(0, [*first, 3]) == len(first)
-    assert cache.residency.pages_restored >= 4
+    # The last page, which goes on, comes back as a copy.
+    assert cache.residency.pages_restored >= 3 and cache.residency.pages_copied == 1
     places = [cache.residency.device_place(page) for page in cache.pages_of(0)]
     assert NO_PLACE not in places

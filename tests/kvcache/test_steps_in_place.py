@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import jax
@@ -62,6 +63,31 @@ def check_step_in_place(
 def test_decode_is_in_place(host_tier: dict[str, int]) -> None:
     """A decode step that copies the store: a write that does not wait for the reads before it."""
     check_step_in_place("decode", jnp.asarray([0, 3], jnp.int32), 2, "fp8", host_tier)
+
+
+def test_steps_that_read_no_host_pages() -> None:
+    """Work for pages in host memory in steps that never read any, as with `swap`."""
+    config = preset("test-small")
+    primitives = []
+    for host_pages in (0, 16):
+        geometry = kv_geometry(
+            config,
+            row_kind="fp8",
+            device_pages=48 - host_pages,
+            host_pages=host_pages,
+            max_model_len=2048,
+            max_sequences=32,
+            num_devices=2,
+        )
+        steps = Steps(config, geometry, make_mesh(2))
+        sequences = SequenceState.create(geometry, config.hidden_size, jnp.float32, steps.mesh)
+        arguments = (abstract_model(config)[1], KVStore.create(geometry, steps.mesh), sequences)
+        slots = jnp.asarray([0, 3], jnp.int32)
+        traced = steps.decode.trace(*arguments, slots, context_pages=4)
+        found = re.findall(r"= (\w+)", str(traced.jaxpr))
+        primitives.append([name for name in found if name != "reinterpret_memory_space"])
+    assert len(primitives[0]) > 1000
+    assert primitives[0] == primitives[1]
 
 
 def test_prefill_is_in_place() -> None:
