@@ -1,263 +1,210 @@
-"""Times what Python does for a decode step besides launching it: the scheduler, and the pages.
+"""Times what Python does for a decode step besides launching it: scheduler, page account, policy.
 
-Sequences of one length fill all slots, computed chunk by chunk as in serving, in a cache whose
-device holds a tenth of their pages and executes nothing. Then they decode, while as many others
-wait. Timed are a whole step (plan, pages, results) and, apart, the scheduler alone, over a cache
-that does nothing; and a turn: a sequence ends, and comes back with its conversation in the cache.
-Times are processor times of the thread, which other work on the machine does not stretch.
+Sequences of one length decode while as many others wait, in a full cache whose device executes
+nothing and holds a tenth of the pages. As in serving, pages fill up and are sealed, copied to the
+host, dropped and given up, and every 32nd step heat changes. At the end some sequences end and come
+back.
 
-usage: python benchmarks/scheduler_overhead.py [--sequences N] [--repeats STEPS] [--contexts N ...]
+A step is divided into the scheduler, which is timed over a cache that does nothing; the policy,
+which is timed within the step (it is called a few times); and the account of the pages, the rest.
+Times are processor times of the thread (`time.thread_time`): other work on the machine stretches
+them far less than the time by the clock.
+
+usage: python benchmarks/scheduler_overhead.py [--sequences N ...] [--contexts N ...]
+           [--repeats STEPS] [--json FILE]
 """
 
 import argparse
 import dataclasses
-import random
+import itertools
+import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from kvcache import CacheCounters, KVCache, KVGeometry, SimulatedDevice
-from pallas_kernels.row_format import RowFormat
-from serving.scheduler import Schedulable, Scheduler, SequenceCache
+from benchmarks.decode_steps import DecodeSteps, IdleCache, simulated_cache
 
 CONTEXTS = (8192, 131_072, 1_048_576)
-SEQUENCES = 256
-DEVICES = 8
-ROWS_PER_DEVICE = 64  # of a page
-DEVICE_SHARE = 10  # one page in so many lies on the device
-HOT_SHARE = 0.3  # of the device pages, for hot rows: all are in use then, and pages must go
-STEP_ROWS = 8192
+SEQUENCES = (64, 256)
 TURNS = 3
-WARM_UP_STEPS = 64
-_VOCABULARY = 256  # Python shares ints below it, which keeps the prompts small
+_FEWEST_STEPS = 32  # one changes heat
 
 
-@dataclasses.dataclass(eq=False)
-class Conversation:
-    """A sequence as the scheduler knows it, which never stops by itself."""
+class Stopwatch:
+    """Adds up the thread's time in some methods of objects; a call within another counts once.
 
-    token_ids: list[int]
-    max_tokens: int = 1 << 30
-    priority: int = 0
-    reuse_prefix: bool = True
-    finished: bool = False
-    output_ids: list[int] = dataclasses.field(default_factory=list)
-
-
-class IdleCache(SequenceCache):
-    """Room for everything, and nothing to do for it."""
-
-    def open(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        promised_tokens: int,
-        *,
-        use_prefix: bool = True,
-        spare_pages: int = 0,
-    ) -> int:
-        """Finds all but the last token."""
-        return len(token_ids) - 1
-
-    def num_cached(self, token_ids: Sequence[int]) -> int:
-        """All but the last token."""
-        return len(token_ids) - 1
-
-    def can_prepare(self, rows: Mapping[int, int]) -> bool:
-        """Always."""
-        return True
-
-    def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
-        """Nothing to prepare."""
-
-    def advance(
-        self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
-    ) -> None:
-        """Nothing to keep."""
-
-    def reserved_pages(self, slot: int) -> int:
-        """None."""
-        return 0
-
-    def length(self, slot: int) -> int:
-        """Not known."""
-        return 0
-
-    def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
-        """Nothing counted."""
-        return CacheCounters()
-
-
-class Bench:
-    """A scheduler whose slots are all taken by sequences that decode.
-
-    Args:
-        cache: where their rows are.
-        context: tokens of each.
-        num_sequences: how many; as many wait.
+    Attributes:
+        seconds: the time so far.
+        calls: how often each method was called.
     """
 
-    def __init__(
-        self, cache: KVCache[SimulatedDevice] | IdleCache, context: int, num_sequences: int
-    ) -> None:
-        self._cache = cache
-        self._rng = random.Random(0)
-        self._under_way: list[Conversation] = []
-        self._talking: list[Conversation] = []  # the first, which take turns
-        self.scheduler = Scheduler(
-            cache,
-            max_num_seqs=num_sequences,
-            max_num_batched_tokens=STEP_ROWS,
-            most_step_rows=STEP_ROWS,
-        )
-        tokens = self._rng.choices(range(_VOCABULARY), k=context)
-        for number in range(num_sequences):
-            # Not all of one length, so that their pages do not fill up in the same step.
-            length = context - number % (ROWS_PER_DEVICE * DEVICES)
-            # Pages are told apart by all tokens up to their ends.
-            first = [number % _VOCABULARY, number // _VOCABULARY]
-            sequence = Conversation(first + tokens[2:length])
-            self.scheduler.add(sequence)
-            while sequence not in self._under_way:
-                self._step(0, decodes=False)
-            if number < TURNS:
-                self._talking.append(sequence)
-            else:
-                sequence.token_ids = []  # nothing asks for it again
-        for number in range(num_sequences):
-            self.scheduler.add(Conversation([number % _VOCABULARY] * 8))
-        for _ in range(WARM_UP_STEPS):
-            self.step()
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls: dict[str, int] = {}
+        self._depth = 0
 
-    def step(self) -> float:
-        """Milliseconds of a decode step."""
-        token = self._rng.randrange(_VOCABULARY)
-        start = time.thread_time()
-        self._step(token)
-        return (time.thread_time() - start) * 1e3
+    def watch(self, owner: object, *names: str) -> None:
+        """Times methods of an object from now on."""
+        for name in names:
+            self.calls[name] = 0
+            setattr(owner, name, self._timed(name, getattr(owner, name)))
 
-    def turn(self, number: int) -> tuple[float, float]:
-        """Milliseconds of ending a sequence, and of a step in which it is opened again."""
-        sequence = self._talking[number]
-        start = time.thread_time()
-        self.scheduler.finish(sequence)
-        ended = (time.thread_time() - start) * 1e3
-        tokens = [*sequence.token_ids, *sequence.output_ids, 0]
-        self._talking[number] = Conversation(tokens, priority=1)
-        self.scheduler.add(self._talking[number])
-        return ended, self.step()
+    def _timed(self, name: str, method: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            self.calls[name] += 1
+            if self._depth:
+                return method(*arguments, **options)
+            self._depth += 1
+            start = time.thread_time()
+            try:
+                return method(*arguments, **options)
+            finally:
+                self.seconds += time.thread_time() - start
+                self._depth -= 1
 
-    def _step(self, token: int, *, decodes: bool = True) -> None:
-        scheduler, results, self._under_way = self.scheduler, self._under_way, []
-        scheduler.start_step()
-        while (chunk := scheduler.next_prefill()) is not None:
-            self._cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
-            scheduler.advance(chunk)
-            if chunk.is_last:
-                self._under_way.append(_conversation(chunk.sequence))
-        batch = scheduler.next_decode() if decodes else {}
-        if batch:
-            self._cache.prepare(dict.fromkeys(batch, 1))
-            scheduler.launched_decode(batch)
-            self._under_way += map(_conversation, batch.values())
-        for sequence in results:
-            if scheduler.confirm(sequence, token):
-                sequence.output_ids.append(token)
-
-
-def _conversation(sequence: Schedulable) -> Conversation:
-    assert isinstance(sequence, Conversation)
-    return sequence
-
-
-def simulated_cache(most_tokens: int, num_sequences: int) -> KVCache[SimulatedDevice]:
-    """A cache of rows of one number; what they hold is not looked at."""
-    pages_each = -(-most_tokens // (ROWS_PER_DEVICE * DEVICES))
-    # A page more each: sequences that come back copy a partly filled one.
-    num_pages = num_sequences * (pages_each + 2)
-    device_pages = -(-num_pages // DEVICE_SHARE) + 4 * num_sequences
-    hot_pages = max(int(HOT_SHARE * device_pages) // num_sequences, 1)
-    geometry = KVGeometry(
-        group_layers=(1,),
-        device_pages=device_pages,
-        host_pages=num_pages,
-        num_devices=DEVICES,
-        rows_per_device=ROWS_PER_DEVICE,
-        max_sequences=num_sequences,
-        max_pages_per_sequence=pages_each,
-        row_format=RowFormat("float32", 1, 0, 1.0),
-        index_row_format=RowFormat("float32", 1, 0, 1.0),
-        hot_rows=hot_pages * ROWS_PER_DEVICE,
-    )
-    device = SimulatedDevice(geometry)
-    # Every page has been selected at some time: the most to sort when heat changes.
-    device.heat[:] = np.random.default_rng(0).exponential(size=geometry.num_pages)
-    return KVCache(geometry, device, most_step_rows=STEP_ROWS)
+        return timed
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds of the thread, by context.
+    """Milliseconds of the thread, of sequences of one length.
 
     Attributes:
-        context: tokens of each sequence.
+        sequences: how many decode.
+        context: tokens of each.
         steps: each decode step.
         scheduling: each decode step over a cache that does nothing.
+        policy: what of each decode step is the policy's.
+        observations: the decode steps in which heat changed.
         ends: ending a sequence.
         returns: a step in which one comes back that is cached whole.
+        cleaned: pages copied to the host in the decode steps.
+        dropped: pages that gave up their device place.
+        given_up: cached pages that were given up.
     """
 
+    sequences: int
     context: int
     steps: Sequence[float]
     scheduling: Sequence[float]
+    policy: Sequence[float]
+    observations: Sequence[float]
     ends: Sequence[float]
     returns: Sequence[float]
+    cleaned: int
+    dropped: int
+    given_up: int
+
+    @property
+    def parts(self) -> dict[str, Sequence[float]]:
+        """A step and its parts. What is not policy, less the median scheduler, is the account."""
+        scheduling = statistics.median(self.scheduling)
+        rest = [step - policy for step, policy in zip(self.steps, self.policy, strict=True)]
+        account = [each - scheduling for each in rest]
+        return {
+            "step": self.steps,
+            "scheduler": self.scheduling,
+            "account": account,
+            "policy": self.policy,
+        }
 
 
-def measure(context: int, num_sequences: int, num_steps: int) -> Timing:
+def measure(sequences: int, context: int, num_steps: int) -> Timing:
     """Times steps and turns of sequences of one length."""
-    idle = Bench(IdleCache(), context=ROWS_PER_DEVICE * DEVICES, num_sequences=num_sequences)
+    idle = DecodeSteps(IdleCache(), context, sequences)
     scheduling = [idle.step() for _ in range(num_steps)]
-    most_tokens = context + num_steps + WARM_UP_STEPS + 4 * TURNS
-    bench = Bench(simulated_cache(most_tokens, num_sequences), context, num_sequences)
-    steps = [bench.step() for _ in range(num_steps)]
-    turns = [bench.turn(number) for number in range(min(TURNS, num_sequences))]
+    cache = simulated_cache(context, sequences, num_steps + 2 * TURNS)
+    bench = DecodeSteps(cache, context, sequences)
+    watch, residency = Stopwatch(), cache.residency
+    watch.watch(cache.index, "evict")
+    watch.watch(residency, "clean_ahead", "promote", "make_room", "lease_hot", "update_heat")
+    cleaned, dropped = residency.pages_cleaned, residency.pages_dropped
+    steps, policy, observations = [], [], []
+    for _ in range(num_steps):
+        before, observed = watch.seconds, watch.calls["update_heat"]
+        steps.append(bench.step())
+        policy.append((watch.seconds - before) * 1e3)
+        if watch.calls["update_heat"] > observed:
+            observations.append(steps[-1])
+    cleaned, dropped = residency.pages_cleaned - cleaned, residency.pages_dropped - dropped
+    given_up = watch.calls["evict"]
+    turns = [bench.turn(number) for number in range(TURNS)]
     ends, returns = zip(*turns, strict=True)
-    return Timing(context, steps, scheduling, ends, returns)
+    return Timing(
+        sequences,
+        context,
+        steps,
+        scheduling,
+        policy,
+        observations,
+        ends,
+        returns,
+        cleaned,
+        dropped,
+        given_up,
+    )
 
 
-def format_table(timings: Sequence[Timing]) -> str:
-    """The timings in Markdown; medians, unless it says otherwise."""
+def format_steps(timings: Sequence[Timing]) -> str:
+    """Decode steps and their parts in Markdown; the last column compares means with the first
+    context of as many sequences."""
     lines = [
-        "| context | step, ms | least | p99 | mean | scheduler alone, ms | end, ms | return, ms |",
+        "| sequences | context | part | median, ms | mean, ms | 99%, ms | least, ms "
+        "| of the first |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    first_means: dict[tuple[int, str], float] = {}
+    for timing in timings:
+        for part, times in timing.parts.items():
+            mean = statistics.mean(times)
+            first_mean = first_means.setdefault((timing.sequences, part), mean)
+            cells = [statistics.median(times), mean, float(np.percentile(times, 99)), min(times)]
+            listed = " | ".join(f"{cell:.3f}" for cell in cells)
+            lines.append(
+                f"| {timing.sequences} | {timing.context:,} | {part} | {listed} "
+                f"| {mean / first_mean:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def format_turns(timings: Sequence[Timing]) -> str:
+    """What does not happen in every step, in Markdown: medians, and pages in all steps."""
+    lines = [
+        "| sequences | context | observing step, ms | end, ms | return, ms "
+        "| cleaned | dropped | given up |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for timing in timings:
-        cells = [
-            statistics.median(timing.steps),
-            min(timing.steps),
-            float(np.percentile(timing.steps, 99)),
-            statistics.mean(timing.steps),
-            statistics.median(timing.scheduling),
-            statistics.median(timing.ends),
-            statistics.median(timing.returns),
-        ]
-        listed = " | ".join(f"{cell:.2f}" for cell in cells)
-        lines.append(f"| {timing.context:,} | {listed} |")
+        medians = map(statistics.median, (timing.observations, timing.ends, timing.returns))
+        listed = " | ".join(f"{median:.2f}" for median in medians)
+        lines.append(
+            f"| {timing.sequences} | {timing.context:,} | {listed} "
+            f"| {timing.cleaned:,} | {timing.dropped:,} | {timing.given_up:,} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Runs the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="that decode together")
-    parser.add_argument("--repeats", type=int, default=256, help="decode steps a context")
+    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES, help="that decode")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens of each")
+    parser.add_argument("--repeats", type=int, default=512, help="decode steps of each")
+    parser.add_argument("--json", type=Path, help="write all times here")
     options = parser.parse_args()
-    timings = [measure(count, options.sequences, options.repeats) for count in options.contexts]
-    print(format_table(timings))
+    if options.repeats < _FEWEST_STEPS:
+        parser.error(f"--repeats must be at least {_FEWEST_STEPS}, got {options.repeats}")
+    cases = list(itertools.product(options.sequences, options.contexts))
+    timings = [measure(*case, options.repeats) for case in tqdm(cases, disable=None)]
+    print(format_steps(timings), format_turns(timings), sep="\n\n")
+    if options.json:
+        rows = [dataclasses.asdict(timing) for timing in timings]
+        options.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
