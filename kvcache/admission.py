@@ -12,7 +12,7 @@ from kvcache.prefix_index import PrefixMatch, Publication
 _NEWEST_PAGES = 2  # of a sequence, that stay on the device: the one being written, and one before
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class RunningSequence:
     """A running sequence.
 
@@ -23,6 +23,7 @@ class RunningSequence:
         publication: how far its pages are known to the prefix index; None if they are not to be.
         pinned: its sealed pages that stay on the device.
         counters: what is counted on the host.
+        seals_at: tokens with which its next page is full.
     """
 
     token_ids: list[int]
@@ -31,6 +32,7 @@ class RunningSequence:
     publication: Publication | None
     pinned: list[int]
     counters: CacheCounters
+    seals_at: int
 
     @property
     def outstanding(self) -> int:
@@ -115,14 +117,12 @@ class Admission:
                 fixed - device_pages,
             )
 
-    def can_grow(self, lengths: Iterable[tuple[RunningSequence, int]]) -> bool:
-        """Whether sequences can have pages for so many tokens each, in one step."""
+    def can_grow(self, growing: Iterable[tuple[RunningSequence, int]]) -> bool:
+        """Whether sequences can have so many more pages each, in one step."""
         new = beyond = 0
-        for sequence, num_tokens in lengths:
-            held = len(sequence.pages)
-            pages = max(self._geometry.pages_for(num_tokens), held)
-            new += pages - held
-            beyond += max(pages - max(held, sequence.promised_pages), 0)
+        for sequence, count in growing:
+            new += count
+            beyond += max(count - sequence.outstanding, 0)
         if not new:
             return True
         if beyond > self.room:

@@ -70,6 +70,8 @@ class KVCache[DeviceT: CacheDevice]:
         )
         self.total = CacheCounters()
         self._running: dict[int, RunningSequence] = {}
+        # By slot, the rows of its pages that are not computed: what a step looks at of all slots.
+        self._rows_left = [0] * geometry.max_sequences
         self._admission = Admission(
             geometry,
             self.pool,
@@ -135,6 +137,7 @@ class KVCache[DeviceT: CacheDevice]:
         self._admission.check(len(token_ids), promised_pages, found, spare_pages)
         self.tick()
         publication = self.index.acquire(found, self._clock)
+        rows_per_page = self._rows_per_page
         sequence = RunningSequence(
             list(token_ids[: found.num_tokens]),
             list(found.pages),
@@ -142,8 +145,10 @@ class KVCache[DeviceT: CacheDevice]:
             publication if use_prefix else None,
             [],
             CacheCounters(cached_tokens=found.num_tokens),
+            (found.num_tokens // rows_per_page + 1) * rows_per_page,
         )
         self._running[slot] = sequence
+        self._rows_left[slot] = len(found.pages) * rows_per_page - found.num_tokens
         self._admission.outstanding += sequence.outstanding
         self._tables.assign(slot, found.pages, found.num_tokens)
         for page in found.pages:
@@ -167,16 +172,8 @@ class KVCache[DeviceT: CacheDevice]:
 
         There always are for rows within what was promised, as long as one sequence runs alone.
         """
-        running, rows_per_page = self._running, self._rows_per_page
-        # Most steps of a sequence find room on its last page.
-        return self._admission.can_grow(
-            [
-                (sequence, length)
-                for slot, count in rows.items()
-                if (length := len((sequence := running[slot]).token_ids) + count)
-                > len(sequence.pages) * rows_per_page
-            ]
-        )
+        growing = [(self._running[slot], missing) for slot, missing in self._missing_pages(rows)]
+        return self._admission.can_grow(growing)
 
     def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
         """Makes the device ready for a step.
@@ -188,14 +185,10 @@ class KVCache[DeviceT: CacheDevice]:
         Raises:
             OutOfPagesError: `can_prepare` would have said no.
         """
-        rows_per_page = self._rows_per_page
-        for slot, count in rows.items():
-            sequence = self._running[slot]
-            missing = len(sequence.token_ids) + count - len(sequence.pages) * rows_per_page
-            if missing > 0:
-                for page in self._allocate(self.geometry.pages_for(missing)):
-                    self.residency.start(page)
-                    self._add_page(slot, page)
+        for slot, missing in self._missing_pages(rows):
+            for page in self._allocate(missing):
+                self.residency.start(page)
+                self._add_page(slot, page)
         if self.geometry.has_host_tier:
             self._policy.before_step(rows.keys(), self._running.keys(), staging=staging)
             self._tables.launch_leases(self.residency)
@@ -212,12 +205,15 @@ class KVCache[DeviceT: CacheDevice]:
             token_ids: the tokens.
             prompt_complete: others may continue from here, in the middle of a page.
         """
-        sequence, rows_per_page = self._running[slot], self._rows_per_page
-        sealed = len(sequence.token_ids) // rows_per_page
+        sequence = self._running[slot]
         sequence.token_ids += token_ids
-        full = len(sequence.token_ids) // rows_per_page
-        if full == sealed and not prompt_complete:
+        self._rows_left[slot] -= len(token_ids)
+        if len(sequence.token_ids) < sequence.seals_at and not prompt_complete:
             return
+        rows_per_page = self._rows_per_page
+        sealed = sequence.seals_at // rows_per_page - 1
+        full = len(sequence.token_ids) // rows_per_page
+        sequence.seals_at = (full + 1) * rows_per_page
         for page in sequence.pages[sealed:full]:
             self.residency.seal(page)
         if full > sealed and self.geometry.has_host_tier:
@@ -347,6 +343,11 @@ class KVCache[DeviceT: CacheDevice]:
             for page in sequence.pages:
                 held[page] = held.get(page, 0) + 1
                 assert slot in self._slots_of[page], f"page {page} does not know slot {slot}"
+            length, rows_per_page = len(sequence.token_ids), self._rows_per_page
+            left = len(sequence.pages) * rows_per_page - length
+            assert self._rows_left[slot] == left, f"slot {slot} has {left} rows left"
+            seals_at = (length // rows_per_page + 1) * rows_per_page
+            assert sequence.seals_at == seals_at, f"slot {slot} seals its next page at {seals_at}"
         for page in range(self.geometry.num_pages):
             references = self.pool.references(page)
             assert references == held.get(page, 0), f"page {page} has {references} references"
@@ -360,6 +361,15 @@ class KVCache[DeviceT: CacheDevice]:
         room = self._admission.room
         assert room >= 0, f"{-room} more pages promised than can be had"
 
+    def _missing_pages(self, rows: Mapping[int, int]) -> list[tuple[int, int]]:
+        """By slot, how many pages those sequences lack whose last page has no room for a step."""
+        rows_left = self._rows_left
+        return [
+            (slot, self.geometry.pages_for(count - rows_left[slot]))
+            for slot, count in rows.items()
+            if count > rows_left[slot]
+        ]
+
     def _allocate(self, count: int) -> list[int]:
         while self.pool.num_free < count:
             if not self.index.evict(self._clock):
@@ -372,6 +382,7 @@ class KVCache[DeviceT: CacheDevice]:
         self._slots_of[page] = {slot}
         self._admission.outstanding -= sequence.outstanding > 0
         sequence.pages.append(page)
+        self._rows_left[slot] += self._rows_per_page
 
     def _publish(self, slot: int, sequence: RunningSequence, *, partial: bool) -> None:
         if sequence.publication is None:

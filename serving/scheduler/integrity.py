@@ -20,8 +20,8 @@ def check_record(record: ScheduledSequence, cache: SequenceCache) -> None:
     num_tokens = len(sequence.token_ids) + len(sequence.output_ids)
     assert record.num_tokens == num_tokens, f"{name} has {num_tokens} tokens"
     chosen = len(sequence.output_ids) + record.under_way
-    assert record.num_chosen == chosen, f"{name} has chosen {chosen} tokens"
     assert chosen <= sequence.max_tokens, f"{name} has chosen {chosen} tokens"
+    assert record.num_left == sequence.max_tokens - chosen, f"{name} has chosen {chosen} tokens"
     prefilling = phase is Phase.PREFILLING
     assert (record.tokens is not None) == prefilling, f"{name} keeps its tokens"
     never = phase in _NEVER_OPENED
@@ -32,8 +32,7 @@ def check_record(record: ScheduledSequence, cache: SequenceCache) -> None:
     rows = cache.length(record.slot)
     if prefilling:
         assert rows == record.num_rows, f"{name} has {rows} rows"
-        assert rows + record.remaining == num_tokens, f"{name} has {rows} rows"
         assert record.remaining > 0 and not record.under_way, f"{name} has nothing to compute"
     else:
         assert rows == min(record.num_rows, num_tokens), f"{name} has {rows} rows"
-        assert record.num_rows == num_tokens + record.under_way - 1, f"{name} lacks a row"
+        assert not record.remaining, f"{name} has {record.remaining} tokens to compute"

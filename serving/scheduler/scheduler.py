@@ -164,7 +164,7 @@ class Scheduler:
             launched_before=self.counters.prompt_tokens,
             remaining=num_prompt + num_output,
             num_tokens=num_prompt + num_output,
-            num_chosen=num_output,
+            num_left=sequence.max_tokens - num_output,
         )
         self._num_added += 1
         self._records[sequence] = record
@@ -210,7 +210,6 @@ class Scheduler:
         self.counters.chunks += 1
         self.counters.prompt_tokens += count
         record.started = True
-        record.num_rows += count
         record.remaining -= count
         if not chunk.is_last:
             self._prefilling.push(record)
@@ -218,7 +217,7 @@ class Scheduler:
         self._prefilling.discard(record)
         record.tokens = None
         record.under_way += 1
-        record.num_chosen += 1
+        record.num_left -= 1
         # Its first token becomes known at the end of the next step, in time to tell the cache.
         record.decodes_from = self.counters.steps + 1
         self._slots.chosen(record)
@@ -249,13 +248,12 @@ class Scheduler:
         self.counters.decoded_tokens += len(batch)
         for slot, sequence in batch.items():
             record = self._records[sequence]
-            if record.num_rows < record.num_tokens:
+            if not record.under_way:
                 # Known already, as by an owner that waits for every result.
                 self._cache.advance(slot, sequence.output_ids[-1:])
-            record.num_rows += 1
             record.under_way += 1
-            record.num_chosen += 1
-            if record.all_chosen:
+            record.num_left -= 1
+            if not record.num_left:
                 self._slots.chosen(record)
 
     def confirm(self, sequence: Schedulable, token: int) -> bool:
@@ -275,7 +273,8 @@ class Scheduler:
             raise ValueError(f"a result of sequence {record.number}, of which nothing is launched")
         record.under_way -= 1
         record.num_tokens += 1
-        if record.slot is not None and record.num_rows >= record.num_tokens:
+        if record.under_way and record.slot is not None:
+            # Its row has been launched with the choice of the next.
             self._cache.advance(record.slot, [token])
         return True
 
@@ -358,7 +357,7 @@ class Scheduler:
         record.phase = Phase.PREFILLING
         record.tokens = tokens
         record.started = False
-        record.num_rows, record.remaining = cached, len(tokens) - cached
+        record.remaining = len(tokens) - cached
         self._prefilling.push(record)
         self.counters.opened += 1
         self.counters.cached_tokens += cached

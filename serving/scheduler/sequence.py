@@ -64,13 +64,12 @@ class ScheduledSequence:
         launched_before: prompt tokens that had been launched when it came.
         remaining: prompt tokens to launch, as far as that is known.
         num_tokens: tokens that are known, of prompt and output.
-        num_chosen: output tokens whose launches have gone out.
+        num_left: output tokens that no launch chooses yet.
         phase: where it stands.
         slot: its slot, or None.
         opened: counts first openings; None before its own.
         was_parked: whether it has lost a slot.
         tokens: those to compute before it decodes; None while it does not prefill.
-        num_rows: rows launched or found since it got its slot.
         under_way: launches that choose a token and whose results are not known.
         decodes_from: the first step that may decode it.
         started: whether a chunk has been launched since it got its slot.
@@ -82,22 +81,24 @@ class ScheduledSequence:
     launched_before: int
     remaining: int
     num_tokens: int
-    num_chosen: int
+    num_left: int
     phase: Phase = Phase.WAITING
     slot: int | None = None
     opened: int | None = None
     was_parked: bool = False
     tokens: Sequence[int] | None = None
-    num_rows: int = 0
     under_way: int = 0
     decodes_from: int = 0
     started: bool = False
     counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
 
     @property
-    def all_chosen(self) -> bool:
-        """Whether its last token is launched."""
-        return self.num_chosen >= self.sequence.max_tokens
+    def num_rows(self) -> int:
+        """Rows launched or found since it got its slot."""
+        if self.phase is Phase.PREFILLING:
+            return self.num_tokens - self.remaining
+        # The row of the newest token is launched with the choice of the next.
+        return self.num_tokens + self.under_way - 1
 
     @property
     def precedence(self) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class Slots:
     def chosen(self, record: ScheduledSequence) -> None:
         """Notes that the last launch of a sequence chooses a token."""
         assert record.slot is not None, f"sequence {record.number} decodes without a slot"
-        if record.all_chosen:
+        if not record.num_left:
             self.decoding.pop(record.slot, None)
             self.draining[record.slot] = record
             record.phase = Phase.DRAINING
