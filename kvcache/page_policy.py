@@ -65,8 +65,9 @@ class PagePolicy:
         else:
             residency.release_staging()
             for slot in sorted(self._spilled.intersection(slots)):
-                if residency.hot_places(slot) or self._lease(slot, len(running)):
-                    self._spilled.discard(slot)
+                if not residency.hot_places(slot) and not self._lease(slot, len(running)):
+                    break  # Nor is there room for the others.
+                self._spilled.discard(slot)
         # Slots that lost their lease to a page ask again once there is room.
         self._spilled |= {
             slot for slot in residency.changed_leases & running if not residency.hot_places(slot)
