@@ -6,12 +6,14 @@ from kvcache.device_state import DeviceState
 from kvcache.geometry import KVGeometry
 from kvcache.kv_cache import KVCache
 from kvcache.page_pool import OutOfPagesError, PagePool
+from kvcache.page_tree import EncodedTokens
 from kvcache.sequence_state import SequenceState
 from kvcache.store import KVStore
 
 __all__ = [
     "CacheCounters",
     "DeviceState",
+    "EncodedTokens",
     "KVCache",
     "KVGeometry",
     "KVStore",

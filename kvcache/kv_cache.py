@@ -138,8 +138,9 @@ class KVCache[DeviceT: CacheDevice]:
         self.tick()
         publication = self.index.acquire(found, self._clock)
         rows_per_page = self._rows_per_page
+        known = token_ids[: found.num_tokens]
         sequence = RunningSequence(
-            list(token_ids[: found.num_tokens]),
+            known if isinstance(known, list) else list(known),
             list(found.pages),
             promised_pages,
             publication if use_prefix else None,

@@ -7,7 +7,8 @@ is found by a binary search however many there are.
 import bisect
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 from kvcache.reuse_order import Reuse
 
@@ -38,6 +39,40 @@ class Entry(Reuse):
         self.lost_child = b""
 
 
+class EncodedTokens(Sequence[int]):
+    """Tokens that are looked up more than once, and are encoded once: it takes longest.
+
+    Args:
+        token_ids: the tokens, which stay as they are.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._encoded: dict[tuple[int, int], bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self._token_ids[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._token_ids)
+
+    def encoded(self, start: int, stop: int) -> bytes:
+        """Tokens from `start` to `stop`, or the last."""
+        key = start, stop
+        if key not in self._encoded:
+            self._encoded[key] = encode_tokens(self._token_ids[start:stop])
+        return self._encoded[key]
+
+
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as bytes, four each."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
@@ -56,6 +91,14 @@ def tokens_of(entry: Entry) -> bytes:
 def child_position(parent: Entry, tokens: bytes) -> int:
     """Where a child with these tokens is or belongs."""
     return bisect.bisect_left(parent.children, tokens, key=tokens_of)
+
+
+def child_with(parent: Entry, tokens: bytes) -> Entry | None:
+    """The child that holds exactly these tokens."""
+    position = child_position(parent, tokens)
+    if position < len(parent.children) and parent.children[position].tokens == tokens:
+        return parent.children[position]
+    return None
 
 
 def shared_tokens(left: bytes, right: bytes) -> int:

@@ -1,7 +1,8 @@
 """Finds the cached pages that hold the beginning of a prompt, and gives up those least needed.
 
-Full pages form a tree: a page's key is a hash of its parent's key and its own tokens. Partly filled
-pages are leaves of that tree. The index knows page ids only, not the tier of a page.
+Pages form a tree, each below the page that holds the tokens before its own; partly filled pages are
+leaves. A full page's key, a hash of its parent's key and its own tokens, is what is remembered of
+it once it is given up. The index knows page ids only, not the tier of a page.
 """
 
 import dataclasses
@@ -11,9 +12,11 @@ from typing import Protocol, runtime_checkable
 
 from kvcache.page_tree import (
     ROOT_KEY,
+    EncodedTokens,
     Entry,
     chain_key,
     child_position,
+    child_with,
     closest_child,
     encode_tokens,
 )
@@ -103,9 +106,9 @@ class Publication:
 class PrefixIndex:
     """Cached pages by the tokens they and all pages before them hold.
 
-    A lookup costs a hash a page and a binary search at the end. All costs per page are
-    independent of the number of pages and conversations, but for binary searches in two sorted
-    lists: of a page's children and of the leaves. An insertion there moves pointers, one memmove.
+    A lookup compares each page with the tokens. All costs per page are independent of the number
+    of pages and conversations, but for binary searches in two sorted lists: of a page's children
+    and of the leaves. An insertion there moves pointers, one memmove.
 
     References that `acquire` took and those of pages that `publish` saw must end by `release`.
 
@@ -118,7 +121,6 @@ class PrefixIndex:
         self._rows = rows_per_page
         self._pool = pool
         self._root = Entry(-1, ROOT_KEY, b"", None)
-        self._full: dict[bytes, Entry] = {}
         self._by_page: dict[int, Entry] = {}
         # Every leaf, but for those that sequences published or acquired and still hold.
         self._leaves: ReuseOrder[Entry] = ReuseOrder()
@@ -131,23 +133,25 @@ class PrefixIndex:
     def match(self, token_ids: Sequence[int], limit: int) -> PrefixMatch:
         """Finds the longest cached prefix of at most `limit` tokens; takes no reference.
 
+        What of `EncodedTokens` has been looked at is not encoded again.
+
         Raises:
             ValueError: `limit` is negative.
         """
         if limit < 0:
             raise ValueError(f"limit must not be negative, got {limit}")
         limit = min(limit, len(token_ids))
-        parent, entries = self._root, []
-        while (len(entries) + 1) * self._rows <= limit:
-            tokens = self._page_tokens(token_ids, len(entries))
-            entry = self._full.get(chain_key(parent.key, tokens))
-            if entry is None or entry.parent is not parent or entry.tokens != tokens:
+        if not isinstance(token_ids, EncodedTokens):
+            token_ids = EncodedTokens(token_ids)
+        parent, entries, num_tokens = self._root, [], 0
+        while num_tokens + self._rows <= limit:
+            entry = child_with(parent, token_ids.encoded(num_tokens, num_tokens + self._rows))
+            if entry is None:
                 break
             entries.append(entry)
-            parent = entry
+            parent, num_tokens = entry, num_tokens + self._rows
         pages = tuple(entry.page for entry in entries)
-        num_tokens = len(pages) * self._rows
-        rest = encode_tokens(token_ids[num_tokens : min(num_tokens + self._rows, limit)])
+        rest = token_ids.encoded(num_tokens, min(num_tokens + self._rows, limit))
         child, rows = closest_child(parent, rest)
         if child is None:
             return PrefixMatch(pages, None, num_tokens, tuple(entries))
@@ -223,13 +227,11 @@ class PrefixIndex:
         num_full = num_rows // self._rows
         for index in range(len(entries), num_full):
             parent = entries[-1] if entries else self._root
-            tokens = self._page_tokens(token_ids, index)
-            key = chain_key(parent.key, tokens)
-            entry = self._full.get(key)
+            tokens = encode_tokens(token_ids[index * self._rows : (index + 1) * self._rows])
+            entry = child_with(parent, tokens)
             if entry is None:
+                key = chain_key(parent.key, tokens)
                 entry = self._insert(pages[index], key, tokens, parent, publication._started, now)
-            elif entry.parent is not parent or entry.tokens != tokens:
-                return  # A collision: no page from here on can be told from the other's.
             entries.append(entry)
         tokens = encode_tokens(token_ids[num_full * self._rows : num_rows])
         if partial and tokens:
@@ -299,8 +301,6 @@ class PrefixIndex:
         cached = [self._root, *self._by_page.values()]
         num_children = sum(len(entry.children) for entry in cached)
         assert num_children == self.num_cached, f"{num_children} children, not one a page"
-        num_full = sum(1 for entry in cached if entry.key) - 1
-        assert num_full == len(self._full), f"{len(self._full)} keys of {num_full} full pages"
         num_ranked = sum(1 for entry in cached if entry.rank is not None)
         assert num_ranked == len(self._leaves), f"{len(self._leaves)} leaves, {num_ranked} cached"
         self._leaves.check_integrity()
@@ -318,7 +318,7 @@ class PrefixIndex:
             key = chain_key(parent.key, entry.tokens)
             assert size == self._rows, f"page {page} has {size} tokens"
             assert entry.key == key, f"page {page} has a wrong key"
-            assert self._full.get(key) is entry, f"page {page} is not found by its key"
+            assert child_with(parent, entry.tokens) is entry, f"page {page} is not found"
         else:
             assert 0 < size < self._rows, f"page {page} has {size} tokens"
             assert not entry.children, f"page {page} is partly filled and has children"
@@ -326,9 +326,6 @@ class PrefixIndex:
             assert entry.rank is None, f"page {page} is ranked, but no leaf"
         elif self._pool.references(page) == 0:
             assert entry.rank is not None, f"page {page} can never be given up"
-
-    def _page_tokens(self, token_ids: Sequence[int], index: int) -> bytes:
-        return encode_tokens(token_ids[index * self._rows : (index + 1) * self._rows])
 
     def _insert(
         self, page: int, key: bytes, tokens: bytes, parent: Entry, started: int, now: int
@@ -354,8 +351,6 @@ class PrefixIndex:
                 position -= 1
         self._leaves.discard(parent)
         parent.children.insert(position, entry)
-        if key:
-            self._full[key] = entry
         self._leaves.predict(entry, now)
         return entry
 
@@ -380,8 +375,6 @@ class PrefixIndex:
         self._unlink(entry)
         page, entry.page = entry.page, -1
         del self._by_page[page]
-        if entry.key:
-            del self._full[entry.key]
         # Last: it may call back, and must find the page gone.
         self._pool.uncache(page)
 

@@ -4,6 +4,7 @@ from serving.scheduler.sequence import Phase, ScheduledSequence
 from serving.scheduler.sequence_cache import SequenceCache
 
 _NEVER_OPENED = (Phase.WAITING, Phase.HELD)
+_COMPUTED = (Phase.DECODING, Phase.DRAINING)
 
 
 def check_record(record: ScheduledSequence, cache: SequenceCache) -> None:
@@ -23,7 +24,10 @@ def check_record(record: ScheduledSequence, cache: SequenceCache) -> None:
     assert chosen <= sequence.max_tokens, f"{name} has chosen {chosen} tokens"
     assert record.num_left == sequence.max_tokens - chosen, f"{name} has chosen {chosen} tokens"
     prefilling = phase is Phase.PREFILLING
-    assert (record.tokens is not None) == prefilling, f"{name} keeps its tokens"
+    kept = record.tokens is not None
+    assert kept or not prefilling, f"{name} has lost its tokens"
+    assert not kept or phase not in _COMPUTED, f"{name} keeps its tokens"
+    assert record.tokens is None or len(record.tokens) == num_tokens, f"{name} has other tokens"
     never = phase in _NEVER_OPENED
     assert (record.opened is None) == never, f"{name} was opened: {record.opened}"
     if record.slot is None:

@@ -14,7 +14,7 @@ from kvcache.page_pool import OutOfPagesError
 from serving.scheduler.counters import SchedulerCounters
 from serving.scheduler.integrity import check_record
 from serving.scheduler.prefill_queue import PrefillQueue
-from serving.scheduler.sequence import Phase, Schedulable, ScheduledSequence, known_tokens
+from serving.scheduler.sequence import Phase, Schedulable, ScheduledSequence
 from serving.scheduler.sequence_cache import SequenceCache
 from serving.scheduler.slots import Slots
 from serving.scheduler.waiting_queue import WaitingQueue
@@ -333,7 +333,7 @@ class Scheduler:
         slot, record = self._slots.next_free, self._waiting.next_to_open(self._prefilling.first())
         if slot is None or record is None or self._chunk_tokens(record.remaining) > self._budget:
             return
-        sequence, tokens = record.sequence, known_tokens(record.sequence)
+        sequence, tokens = record.sequence, record.known_tokens()
         most_rows = len(sequence.token_ids) + sequence.max_tokens - 1
         try:
             cached = self._cache.open(
@@ -355,7 +355,6 @@ class Scheduler:
         if record.opened is None:
             record.opened, self._num_opened = self._num_opened, self._num_opened + 1
         record.phase = Phase.PREFILLING
-        record.tokens = tokens
         record.started = False
         record.remaining = len(tokens) - cached
         self._prefilling.push(record)

@@ -2,10 +2,10 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from kvcache.counters import CacheCounters
+from kvcache.page_tree import EncodedTokens
 
 
 @runtime_checkable
@@ -69,7 +69,8 @@ class ScheduledSequence:
         slot: its slot, or None.
         opened: counts first openings; None before its own.
         was_parked: whether it has lost a slot.
-        tokens: those to compute before it decodes; None while it does not prefill.
+        tokens: prompt and output so far, while it has no slot, if they were looked at, and while
+            it prefills.
         under_way: launches that choose a token and whose results are not known.
         decodes_from: the first step that may decode it.
         started: whether a chunk has been launched since it got its slot.
@@ -86,7 +87,7 @@ class ScheduledSequence:
     slot: int | None = None
     opened: int | None = None
     was_parked: bool = False
-    tokens: Sequence[int] | None = None
+    tokens: EncodedTokens | None = None
     under_way: int = 0
     decodes_from: int = 0
     started: bool = False
@@ -100,13 +101,15 @@ class ScheduledSequence:
         # The row of the newest token is launched with the choice of the next.
         return self.num_tokens + self.under_way - 1
 
+    def known_tokens(self) -> EncodedTokens:
+        """Prompt and output so far, kept for the next time: they do not grow before it decodes."""
+        if self.tokens is None:
+            prompt, output = self.sequence.token_ids, self.sequence.output_ids
+            self.tokens = EncodedTokens(prompt + output if output else prompt)
+        return self.tokens
+
     @property
     def precedence(self) -> tuple[int, int]:
         """Greater is parked first: of lowest priority, then opened last."""
         assert self.opened is not None, "a sequence that has never run is not parked"
         return -self.sequence.priority, self.opened
-
-
-def known_tokens(sequence: Schedulable) -> list[int]:
-    """Prompt and output so far; the prompt itself where there is no output."""
-    return sequence.token_ids + sequence.output_ids if sequence.output_ids else sequence.token_ids

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Callable, Sequence
 
 from serving.scheduler.prefill_queue import PrefillQueue
-from serving.scheduler.sequence import Phase, ScheduledSequence, known_tokens
+from serving.scheduler.sequence import Phase, ScheduledSequence
 from serving.scheduler.shared_prompts import SharedPrompts
 
 # How many tokens of prompts are looked up in the cache a step: it takes a hash a page.
@@ -74,7 +74,7 @@ class WaitingQueue:
             if record is self._queue.first() and self._goes_before(record, prefilling):
                 first = record
                 continue
-            token_ids = known_tokens(record.sequence)
+            token_ids = record.known_tokens()
             tokens += len(token_ids)
             record.remaining = len(token_ids) - num_cached(token_ids)
             self._queue.push(record)

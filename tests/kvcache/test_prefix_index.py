@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 
 from kvcache import page_tree, prefix_index
 from kvcache.page_pool import PagePool
+from kvcache.page_tree import EncodedTokens
 from kvcache.prefix_index import PrefixIndex, PrefixMatch, Publication
 
 Tokens = tuple[int, ...]
@@ -241,17 +242,20 @@ def test_closest_of_many_siblings(pages: list[list[int]], wanted: list[int]) -> 
 
 
 def test_collision_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page served for other tokens because two keys are equal."""
+    """A page served for other tokens, or not found, because two keys are equal."""
     monkeypatch.setattr(prefix_index, "chain_key", lambda parent, tokens: b"same")
     cache = Cache(2, 12)
     cache.turn([1, 2, 3, 4, 5])
     cache.turn([6, 7, 8, 9])
     cache.index.check_integrity()
-    assert cache.index.num_cached == 1
-    assert cache.index.match([1, 2, 3, 4], 4).num_tokens == 2
-    assert cache.index.match([6, 7, 8, 9], 4).num_tokens == 0
+    assert cache.index.num_cached == 5
+    assert cache.index.match([1, 2, 3, 4], 4).num_tokens == 4
+    assert cache.index.match([6, 7, 8, 9], 4).num_tokens == 4
     assert cache.index.match([1, 2, 1, 2], 4).num_tokens == 2
-    assert cache.pool.num_free == 11
+    assert cache.index.match([6, 7, 3, 4], 4).num_tokens == 2
+    while cache.index.evict(cache.now):
+        cache.index.check_integrity()
+    assert cache.pool.num_free == 12
 
 
 class Calls:
@@ -283,8 +287,24 @@ def test_lookup_cost_is_independent_of_conversations(monkeypatch: pytest.MonkeyP
     compares = count_calls(monkeypatch, page_tree, "shared_tokens")
     tokens = [*system, 9, 250, 9, 8, 7, 7, 7, 7]
     assert cache.index.match(tokens, 16).num_tokens == 11
-    assert (hashes.count, compares.count) == (3, 2)
-    assert searches.count <= 10
+    assert (hashes.count, compares.count) == (0, 2)
+    # Two pages with one child each, and two binary searches among 500.
+    assert searches.count <= 2 + 2 * 10
+
+
+def test_tokens_that_were_looked_at_are_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt encoded by every lookup, or one that answers for other tokens or another limit."""
+    cache = Cache(4, 20)
+    cache.turn(list(range(11)))
+    tokens = EncodedTokens(list(range(10)))
+    encodings = count_calls(monkeypatch, page_tree, "encode_tokens")
+    assert cache.index.match(tokens, 9).num_tokens == 9
+    assert encodings.count == 3
+    assert cache.index.match(tokens, 9).num_tokens == 9
+    assert encodings.count == 3
+    assert [cache.index.match(tokens, limit).num_tokens for limit in range(11)] == [*range(11)]
+    assert cache.index.match(list(range(10)), 10).num_tokens == 10
+    assert cache.index.match(EncodedTokens([0, 1, 2, 3, 4, 9]), 6).num_tokens == 5
 
 
 def test_publication_costs_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,8 +506,6 @@ def test_wrong_use_is_refused() -> None:
     ("corrupt", "message"),
     [
         (lambda index, entry: index._by_page.pop(entry.page), "lost its parent|children"),
-        (lambda index, entry: index._full.pop(entry.key), "is not found by its key"),
-        (lambda index, entry: index._full.update({b"more": entry}), "3 keys of 2 full pages"),
         (lambda index, entry: entry.parent.children.remove(entry), "is no child"),
         (lambda index, entry: entry.parent.children.append(entry), "out of order"),
         (lambda index, entry: setattr(entry, "key", b"other"), "has a wrong key"),
