@@ -72,6 +72,11 @@ class EncodedTokens(Sequence[int]):
             self._encoded[key] = encode_tokens(self._token_ids[start:stop])
         return self._encoded[key]
 
+    def encode_pages(self, rows_per_page: int) -> None:
+        """Encodes all full pages."""
+        for stop in range(rows_per_page, len(self) + 1, rows_per_page):
+            self.encoded(stop - rows_per_page, stop)
+
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as bytes, four each."""

@@ -136,7 +136,8 @@ class Engine:
         """Queues a request."""
         for sequence in request.continuations:
             self._owners[sequence] = request
-            self.scheduler.add(sequence)
+            self.scheduler.add(sequence, request.encoded)
+        request.encoded = None  # The scheduler keeps it as long as the prompt is looked up.
 
     def abort(self, request: Request) -> None:
         """Ends what of a request is not done; its pages may serve others at once."""

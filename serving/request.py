@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache import CacheCounters
+from kvcache import CacheCounters, EncodedTokens
 from kvcache.host_tier import READS
 from serving.output_text import OutputText
 from serving.outputs import (
@@ -138,6 +138,7 @@ class Request:
         arrival: when it came, by `time.monotonic`.
         error: what it failed with, or None.
         step_failed: whether that was the engine's failure and not its own.
+        encoded: the prompt as the cache looks it up, until the engine has the request.
     """
 
     request_id: str
@@ -146,6 +147,7 @@ class Request:
     arrival: float = dataclasses.field(default_factory=time.monotonic)
     error: Exception | None = None
     step_failed: bool = False
+    encoded: EncodedTokens | None = None
 
     @property
     def finished(self) -> bool:

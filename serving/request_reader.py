@@ -9,6 +9,7 @@ import numpy as np
 
 from glm53 import chat
 from glm53.tokenizer import Tokenizer
+from kvcache import EncodedTokens
 from serving.generation_config import GenerationConfig
 from serving.output_text import OutputText
 from serving.request import Continuation, Request
@@ -93,7 +94,12 @@ class RequestReader:
             self._continuation(token_ids, _numbered(params, number), max_tokens, priority)
             for number in range(params.n)
         ]
-        return Request(request_id, text, parts)
+        encoded = None
+        if self.enable_prefix_caching:
+            # It takes tens of milliseconds for a million tokens: no step should wait for it.
+            encoded = EncodedTokens(token_ids)
+            encoded.encode_pages(self.rows_per_page)
+        return Request(request_id, text, parts, encoded=encoded)
 
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvcache.counters import CacheCounters
 from kvcache.page_pool import OutOfPagesError
+from kvcache.page_tree import EncodedTokens
 from serving.scheduler.counters import SchedulerCounters
 from serving.scheduler.integrity import check_record
 from serving.scheduler.prefill_queue import PrefillQueue
@@ -144,8 +145,12 @@ class Scheduler:
     def __iter__(self) -> Iterator[Schedulable]:
         return iter(list(self._records))
 
-    def add(self, sequence: Schedulable) -> None:
+    def add(self, sequence: Schedulable, encoded: EncodedTokens | None = None) -> None:
         """Queues a sequence.
+
+        Args:
+            sequence: the sequence.
+            encoded: its prompt, for the cache to be looked up with; None to encode it then.
 
         Raises:
             ValueError: it is here already, is finished, or has no prompt or nothing to generate.
@@ -165,6 +170,7 @@ class Scheduler:
             remaining=num_prompt + num_output,
             num_tokens=num_prompt + num_output,
             num_left=sequence.max_tokens - num_output,
+            tokens=None if num_output else encoded,
         )
         self._num_added += 1
         self._records[sequence] = record

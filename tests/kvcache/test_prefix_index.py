@@ -307,6 +307,18 @@ def test_tokens_that_were_looked_at_are_not_encoded_again(monkeypatch: pytest.Mo
     assert cache.index.match(EncodedTokens([0, 1, 2, 3, 4, 9]), 6).num_tokens == 5
 
 
+@pytest.mark.parametrize("count", [0, 3, 8, 11])
+def test_only_the_last_page_is_left_to_encode(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Pages encoded ahead that a lookup encodes again, or that hold other tokens."""
+    cache = Cache(4, 20)
+    cache.turn(list(range(11)))
+    tokens = EncodedTokens(list(range(count)))
+    tokens.encode_pages(4)
+    encodings = count_calls(monkeypatch, page_tree, "encode_tokens")
+    assert cache.index.match(tokens, count).num_tokens == count
+    assert encodings.count == 1
+
+
 def test_publication_costs_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A growing sequence whose every page is hashed at every step."""
     cache = Cache(2, 50)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache import OutOfPagesError
+from kvcache.page_tree import encode_tokens
 from serving.engine import Engine
 from serving.model_runner import ModelRunner
 from serving.outputs import RequestOutput
@@ -345,3 +346,21 @@ def test_abort_twice_and_too_late(engine: Engine) -> None:
     engine.abort(other)
     engine.abort(other)
     assert other.output().outputs[0].finish_reason == "abort"
+
+
+def test_no_step_encodes_a_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that run waiting until the pages of a long prompt are encoded, to look it up."""
+    prompt = tokens(97, 150)
+    finish(engine, request(engine, "a", prompt))
+    again = request(engine, "b", prompt)
+    encoded: list[int] = []
+
+    def encode(token_ids: list[int]) -> bytes:
+        encoded.append(len(token_ids))
+        return encode_tokens(token_ids)
+
+    monkeypatch.setattr("kvcache.page_tree.encode_tokens", encode)
+    (output,) = finish(engine, again)
+    assert output.num_cached_tokens == 149
+    assert encoded == [149 % engine.runner.geometry.rows_per_page]
+    assert again.encoded is None

@@ -1,9 +1,11 @@
 """Each rule of the scheduler, over a cache that does nothing but count."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
+from kvcache import EncodedTokens
 from serving.scheduler import PrefillChunk, Scheduler, SequenceOutOfPagesError
 from tests.serving.scheduler.fake_cache import FakeCache
 from tests.serving.scheduler.mock_engine import (
@@ -150,6 +152,43 @@ def test_prompts_are_looked_up_once_and_only_when_others_compete() -> None:
     assert run.scheduler.counters.refused == 1
     steps_to_finish(run, running)
     steps_to_finish(run, waiting[-1])
+
+
+class SeenTokens(FakeCache):
+    """Keeps the tokens that it was asked for."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.seen: list[Sequence[int]] = []
+
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        self.seen.append(token_ids)
+        return super().num_cached(token_ids)
+
+    def open(
+        self, slot: int, token_ids: Sequence[int], promised_tokens: int, **options: Any
+    ) -> int:
+        self.seen.append(token_ids)
+        return super().open(slot, token_ids, promised_tokens, **options)
+
+
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_a_prompt_is_looked_up_tried_and_opened_with_the_same_encoding(is_encoded: bool) -> None:
+    """Catches a prompt encoded again for each of them, or though its owner has done it."""
+    cache = SeenTokens(4)
+    scheduler = Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=8, most_step_rows=8)
+    run = MockEngine(cache, RowsOfSlots(cache), scheduler)
+    add(run, endless(prompt(8), 8), max_tokens=8)
+    launched(run)
+    add(run, prompt(8, 2), priority=1)  # first, but it does not fit
+    waiting = ToySequence(prompt(8, 3), 1)
+    encoded = EncodedTokens(waiting.token_ids) if is_encoded else None
+    run.scheduler.add(waiting, encoded)
+    cache.seen.clear()
+    steps_to_finish(run, waiting)
+    seen = [tokens for tokens in cache.seen if list(tokens) == waiting.token_ids]
+    assert len(seen) > 1
+    assert {id(tokens) for tokens in seen} == {id(encoded if is_encoded else seen[0])}
 
 
 def test_what_does_not_fit_holds_up_those_behind_it() -> None:
