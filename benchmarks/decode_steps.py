@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvcache import CacheCounters, KVCache, KVGeometry, SimulatedDevice
+from kvcache import CacheCounters, EncodedTokens, KVCache, KVGeometry, SimulatedDevice
 from pallas_kernels.row_format import RowFormat
 from serving.scheduler import Schedulable, Scheduler, SequenceCache
 
@@ -132,7 +132,9 @@ class DecodeSteps:
         ended = (time.thread_time() - start) * 1e3
         tokens = [*self._prompt(number), *sequence.output_ids, 0]
         self._running[number] = Conversation(tokens, priority=1)
-        self.scheduler.add(self._running[number])
+        encoded = EncodedTokens(tokens)
+        encoded.encode_pages(ROWS_PER_DEVICE * DEVICES)  # where the request is read
+        self.scheduler.add(self._running[number], encoded)
         return ended, self.step()
 
     def _step(self, token: int, *, decodes: bool = True) -> None:
