@@ -8,7 +8,7 @@ back.
 A step is divided into the scheduler, which is timed over a cache that does nothing; the policy,
 which is timed within the step (it is called a few times); and the account of the pages, the rest.
 Times are processor times of the thread (`time.thread_time`): other work on the machine stretches
-them far less than the time by the clock.
+them, as it shares caches and cores, but less than the time by the clock.
 
 usage: python benchmarks/scheduler_overhead.py [--sequences N ...] [--contexts N ...]
            [--repeats STEPS] [--json FILE]

@@ -7,7 +7,7 @@ from serving.scheduler.prefill_queue import PrefillQueue
 from serving.scheduler.sequence import Phase, ScheduledSequence
 from serving.scheduler.shared_prompts import SharedPrompts
 
-# How many tokens of prompts are looked up in the cache a step: it takes a hash a page.
+# How many tokens of prompts are looked up in the cache a step: it looks at each of their pages.
 _TOKENS_LOOKED_UP_A_STEP = 1 << 19
 
 
@@ -15,8 +15,8 @@ class WaitingQueue:
     """Sequences that have never had a slot, and parked ones, in the order of `PrefillQueue`.
 
     The best one that did not fit holds up those behind it, and is not tried again until as many
-    pages may have come free as it lacked: a trial takes a hash a page. Those whose prompt another
-    is about to compute are held back until it has.
+    pages may have come free as it lacked: a trial looks at each of its pages. Those whose prompt
+    another is about to compute are held back until it has.
 
     Args:
         age_weight: see `PrefillQueue`.
