@@ -78,7 +78,7 @@ class Admission:
         Raises:
             OutOfPagesError: they cannot.
         """
-        room = self.room - sum(self._pool.references(page) == 0 for page in kept)
+        room = self.room - self._pool.num_unreferenced(kept)
         if wanted > room:
             raise OutOfPagesError(f"{wanted} pages wanted, {room} free", wanted - room)
 

@@ -133,8 +133,11 @@ class KVCache[DeviceT: CacheDevice]:
             OutOfPagesError: too few pages, or places on the device, are free. Nothing has changed.
         """
         promised_pages = self.geometry.pages_for(promised_tokens)
-        found = self._find(token_ids, promised_pages, spare_pages) if use_prefix else PrefixMatch()
-        self._admission.check(len(token_ids), promised_pages, found, spare_pages)
+        if use_prefix:
+            found = self._find(token_ids, promised_pages, spare_pages)
+        else:
+            found = PrefixMatch()
+            self._admission.check(len(token_ids), promised_pages, found, spare_pages)
         self.tick()
         publication = self.index.acquire(found, self._clock)
         rows_per_page = self._rows_per_page
@@ -241,6 +244,7 @@ class KVCache[DeviceT: CacheDevice]:
             slots.discard(slot)
             if not slots:
                 del self._slots_of[page]
+        for page in sequence.pages[len(sequence.token_ids) // self._rows_per_page :]:
             if self.residency.state(page) is PageState.TAIL and self.pool.is_cached(page):
                 self.residency.seal(page)
         self._tables.forget(slot)
@@ -423,18 +427,23 @@ class KVCache[DeviceT: CacheDevice]:
         return True
 
     def _find(self, token_ids: Sequence[int], promised_pages: int, spare_pages: int) -> PrefixMatch:
-        """The cached prefix to continue, with a page to copy only if there is room for both."""
+        """The cached prefix to continue, with a page to copy only if there is room for both.
+
+        Raises:
+            OutOfPagesError: there is no room for the sequence either way.
+        """
         found = self.index.match(token_ids, len(token_ids) - 1)
         if self._with_hidden:
             found = found.cut_short(self.geometry.rows_per_page)
-        if found.partial is None:
-            return found
         try:
             self._admission.check(len(token_ids), promised_pages, found, spare_pages)
         except OutOfPagesError:
+            if found.partial is None:
+                raise
             # The page that it would copy may be the one that it needs.
             whole = 0 if self._with_hidden else len(found.pages) * self.geometry.rows_per_page
-            return self.index.match(token_ids, whole)
+            found = self.index.match(token_ids, whole)
+            self._admission.check(len(token_ids), promised_pages, found, spare_pages)
         return found
 
     def _bring_back(self, slot: int) -> None:

@@ -1,6 +1,6 @@
 """Page ids: which are free, how often each is referenced, and which the prefix index keeps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 from jaxtyping import Bool
@@ -57,6 +57,10 @@ class PagePool:
     def references(self, page: int) -> int:
         """Reference count of a page, 0 if it is free or no page."""
         return max(self._references[page], 0) if 0 <= page < self._num_pages else 0
+
+    def num_unreferenced(self, pages: Collection[int]) -> int:
+        """How many of these pages nobody references."""
+        return len(pages) - sum(self._referenced[page] for page in pages)
 
     @property
     def referenced(self) -> Bool[np.ndarray, " pages"]:

@@ -90,6 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.references.get(page, 0) for page in PAGES
         ]
         assert self.pool.num_cached_only == list(self.references.values()).count(0)
+        assert self.pool.num_unreferenced(list(self.references)) == self.pool.num_cached_only
 
 
 class TestPool(PoolMachine.TestCase):
