@@ -210,13 +210,14 @@ class KVCache[DeviceT: CacheDevice]:
             prompt_complete: others may continue from here, in the middle of a page.
         """
         sequence = self._running[slot]
-        sequence.token_ids += token_ids
+        known = sequence.token_ids
+        known += token_ids
         self._rows_left[slot] -= len(token_ids)
-        if len(sequence.token_ids) < sequence.seals_at and not prompt_complete:
+        if len(known) < sequence.seals_at and not prompt_complete:
             return
         rows_per_page = self._rows_per_page
         sealed = sequence.seals_at // rows_per_page - 1
-        full = len(sequence.token_ids) // rows_per_page
+        full = len(known) // rows_per_page
         sequence.seals_at = (full + 1) * rows_per_page
         for page in sequence.pages[sealed:full]:
             self.residency.seal(page)

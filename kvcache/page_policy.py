@@ -45,7 +45,7 @@ class PagePolicy:
         """Notes that sequences may read host pages from now on."""
         self._spilled.update(slots)
 
-    def before_step(self, slots: Collection[int], running: Set[int], *, staging: bool) -> None:
+    def before_step(self, slots: Set[int], running: Set[int], *, staging: bool) -> None:
         """Moves pages and changes leases for a step.
 
         Args:
@@ -60,11 +60,11 @@ class PagePolicy:
         residency.clean_ahead(_PAGES_CLEANED_A_STEP)
         residency.promote(_PAGES_RESTORED_A_STEP)
         if staging:
-            if self._spilled.intersection(slots) or any(residency.hot_places(s) for s in slots):
+            if self._spilled & slots or any(residency.hot_places(s) for s in slots):
                 residency.lease_staging()
         else:
             residency.release_staging()
-            for slot in sorted(self._spilled.intersection(slots)):
+            for slot in sorted(self._spilled & slots):
                 if not residency.hot_places(slot) and not self._lease(slot, len(running)):
                     break  # Nor is there room for the others.
                 self._spilled.discard(slot)

@@ -115,6 +115,7 @@ class Scheduler:
         self._prefilling = PrefillQueue(age_weight)
         self._slots = Slots(max_num_seqs)
         self._num_added = self._num_opened = 0
+        self._chosen_now: list[int] = []  # slots whose last chunk is of this step
 
     @property
     def num_running(self) -> int:
@@ -180,6 +181,7 @@ class Scheduler:
         """Begins a step: there may be chunks again."""
         self.counters.steps += 1
         self._budget = self._max_num_batched_tokens
+        self._chosen_now.clear()
         self._waiting.look_up(self._cache.num_cached, self._prefilling.first())
 
     def next_prefill(self) -> PrefillChunk | None:
@@ -224,9 +226,8 @@ class Scheduler:
         record.tokens = None
         record.under_way += 1
         record.num_left -= 1
-        # Its first token becomes known at the end of the next step, in time to tell the cache.
-        record.decodes_from = self.counters.steps + 1
         self._slots.chosen(record)
+        self._chosen_now.append(chunk.slot)
         self._waiting.prompt_computed(record)
 
     def next_decode(self) -> dict[int, Schedulable]:
@@ -238,16 +239,14 @@ class Scheduler:
         Raises:
             SequenceOutOfPagesError: the only sequence left cannot have its next row.
         """
-        step = self.counters.steps
         while True:
-            batch = {
-                slot: record.sequence
-                for slot, record in self._slots.decoding.items()
-                if record.decodes_from <= step
-            }
+            batch = self._slots.decoding.copy()
+            # Their first token is known at the end of the next step, in time to tell the cache.
+            for slot in self._chosen_now:
+                batch.pop(slot, None)
             if not batch or self._cache.can_prepare(dict.fromkeys(batch, 1)):
                 return batch
-            self._make_room(self._slots.decoding[next(iter(batch))])
+            self._make_room(self._slots.taken[next(iter(batch))])
 
     def launched_decode(self, batch: Mapping[int, Schedulable]) -> None:
         """Notes that a decode step has been launched."""

@@ -72,7 +72,6 @@ class ScheduledSequence:
         tokens: prompt and output so far, while it has no slot, if they were looked at, and while
             it prefills.
         under_way: launches that choose a token and whose results are not known.
-        decodes_from: the first step that may decode it.
         started: whether a chunk has been launched since it got its slot.
         counters: what the cache did for it in slots that it had before.
     """
@@ -89,7 +88,6 @@ class ScheduledSequence:
     was_parked: bool = False
     tokens: EncodedTokens | None = None
     under_way: int = 0
-    decodes_from: int = 0
     started: bool = False
     counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
 

@@ -1,6 +1,6 @@
 """The sequences that have slots, and which of them gives way when pages are short."""
 
-from serving.scheduler.sequence import Phase, ScheduledSequence
+from serving.scheduler.sequence import Phase, Schedulable, ScheduledSequence
 
 
 class Slots:
@@ -11,7 +11,7 @@ class Slots:
 
     Attributes:
         taken: by slot, the sequences that have one.
-        decoding: by slot, sequences that can take one more token.
+        decoding: by slot, sequences that can take one more token, as their owner gave them.
         draining: by slot, sequences whose last token is launched.
     """
 
@@ -19,7 +19,7 @@ class Slots:
         self._count = count
         self._free = list(range(count - 1, -1, -1))
         self.taken: dict[int, ScheduledSequence] = {}
-        self.decoding: dict[int, ScheduledSequence] = {}
+        self.decoding: dict[int, Schedulable] = {}
         self.draining: dict[int, ScheduledSequence] = {}
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Slots:
             self.draining[record.slot] = record
             record.phase = Phase.DRAINING
         elif record.phase is not Phase.DECODING:
-            self.decoding[record.slot] = record
+            self.decoding[record.slot] = record.sequence
             record.phase = Phase.DECODING
 
     def give_back(self, record: ScheduledSequence) -> None:
@@ -79,9 +79,9 @@ class Slots:
         assert slots == list(range(self._count)), f"slots lost or doubled: {slots}"
         for slot, record in self.taken.items():
             assert record.slot == slot, f"slot {slot} holds a sequence of slot {record.slot}"
-        for listed, phase in (
-            (self.decoding, Phase.DECODING),
-            (self.draining, Phase.DRAINING),
-        ):
-            found = {slot for slot, record in self.taken.items() if record.phase is phase}
-            assert listed.keys() == found, f"{phase.name}: {sorted(listed)}, are {sorted(found)}"
+        draining = {slot: record.sequence for slot, record in self.draining.items()}
+        for listed, phase in ((self.decoding, Phase.DECODING), (draining, Phase.DRAINING)):
+            found = {
+                s: record.sequence for s, record in self.taken.items() if record.phase is phase
+            }
+            assert listed == found, f"{phase.name}: {sorted(listed)}, are {sorted(found)}"
