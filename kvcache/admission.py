@@ -17,13 +17,12 @@ class RunningSequence:
     """A running sequence.
 
     Attributes:
-        token_ids: tokens whose rows are computed.
+        token_ids: tokens of its full pages.
         pages: its pages in order.
         promised_pages: pages that it was promised in all.
         publication: how far its pages are known to the prefix index; None if they are not to be.
         pinned: its sealed pages that stay on the device.
         counters: what is counted on the host.
-        seals_at: tokens with which its next page is full.
     """
 
     token_ids: list[int]
@@ -32,7 +31,6 @@ class RunningSequence:
     publication: Publication | None
     pinned: list[int]
     counters: CacheCounters
-    seals_at: int
 
     @property
     def outstanding(self) -> int:

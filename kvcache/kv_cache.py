@@ -70,8 +70,10 @@ class KVCache[DeviceT: CacheDevice]:
         )
         self.total = CacheCounters()
         self._running: dict[int, RunningSequence] = {}
-        # By slot, the rows of its pages that are not computed: what a step looks at of all slots.
+        # What a step looks at of all slots, close together in memory: the rows of a sequence's
+        # pages that are not computed, and the tokens after its full pages.
         self._rows_left = [0] * geometry.max_sequences
+        self._new_tokens: list[list[int]] = [[] for _ in range(geometry.max_sequences)]
         self._admission = Admission(
             geometry,
             self.pool,
@@ -100,7 +102,7 @@ class KVCache[DeviceT: CacheDevice]:
 
     def length(self, slot: int) -> int:
         """Tokens of the sequence in a slot whose rows are computed."""
-        return len(self._running[slot].token_ids)
+        return len(self._running[slot].token_ids) + len(self._new_tokens[slot])
 
     def num_cached(self, token_ids: Sequence[int]) -> int:
         """Tokens of a prompt, less its last, that are cached now."""
@@ -141,7 +143,8 @@ class KVCache[DeviceT: CacheDevice]:
         self.tick()
         publication = self.index.acquire(found, self._clock)
         rows_per_page = self._rows_per_page
-        known = token_ids[: found.num_tokens]
+        num_full = found.num_tokens // rows_per_page * rows_per_page
+        known = token_ids[:num_full]
         sequence = RunningSequence(
             known if isinstance(known, list) else list(known),
             list(found.pages),
@@ -149,9 +152,9 @@ class KVCache[DeviceT: CacheDevice]:
             publication if use_prefix else None,
             [],
             CacheCounters(cached_tokens=found.num_tokens),
-            (found.num_tokens // rows_per_page + 1) * rows_per_page,
         )
         self._running[slot] = sequence
+        self._new_tokens[slot][:] = token_ids[num_full : found.num_tokens]
         self._rows_left[slot] = len(found.pages) * rows_per_page - found.num_tokens
         self._admission.outstanding += sequence.outstanding
         self._tables.assign(slot, found.pages, found.num_tokens)
@@ -209,16 +212,18 @@ class KVCache[DeviceT: CacheDevice]:
             token_ids: the tokens.
             prompt_complete: others may continue from here, in the middle of a page.
         """
-        sequence = self._running[slot]
-        known = sequence.token_ids
-        known += token_ids
+        new_tokens = self._new_tokens[slot]
+        new_tokens += token_ids
         self._rows_left[slot] -= len(token_ids)
-        if len(known) < sequence.seals_at and not prompt_complete:
-            return
         rows_per_page = self._rows_per_page
-        sealed = sequence.seals_at // rows_per_page - 1
-        full = len(known) // rows_per_page
-        sequence.seals_at = (full + 1) * rows_per_page
+        if len(new_tokens) < rows_per_page and not prompt_complete:
+            return
+        sequence = self._running[slot]
+        sealed = len(sequence.token_ids) // rows_per_page
+        num_full = len(new_tokens) // rows_per_page * rows_per_page
+        sequence.token_ids += new_tokens[:num_full]
+        del new_tokens[:num_full]
+        full = len(sequence.token_ids) // rows_per_page
         for page in sequence.pages[sealed:full]:
             self.residency.seal(page)
         if full > sealed and self.geometry.has_host_tier:
@@ -349,11 +354,10 @@ class KVCache[DeviceT: CacheDevice]:
             for page in sequence.pages:
                 held[page] = held.get(page, 0) + 1
                 assert slot in self._slots_of[page], f"page {page} does not know slot {slot}"
-            length, rows_per_page = len(sequence.token_ids), self._rows_per_page
-            left = len(sequence.pages) * rows_per_page - length
+            left = len(sequence.pages) * self._rows_per_page - self.length(slot)
             assert self._rows_left[slot] == left, f"slot {slot} has {left} rows left"
-            seals_at = (length // rows_per_page + 1) * rows_per_page
-            assert sequence.seals_at == seals_at, f"slot {slot} seals its next page at {seals_at}"
+            assert len(sequence.token_ids) % self._rows_per_page == 0, f"slot {slot}: half a page"
+            assert len(self._new_tokens[slot]) < self._rows_per_page, f"slot {slot} lacks a page"
         for page in range(self.geometry.num_pages):
             references = self.pool.references(page)
             assert references == held.get(page, 0), f"page {page} has {references} references"
@@ -401,9 +405,12 @@ class KVCache[DeviceT: CacheDevice]:
                 sequence.publication = None
                 return
         if partial:
+            known = len(tokens)
+            tokens += self._new_tokens[slot]
             self.index.publish(
                 sequence.publication, tokens, pages, len(tokens), self._clock, partial=True
             )
+            del tokens[known:]
 
     def _adopt(self, slot: int, sequence: RunningSequence, index: int) -> bool:
         """Has a sequence read the page that is cached with the same rows, and frees its own.
