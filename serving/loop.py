@@ -82,16 +82,19 @@ class ServingLoop:
                 done has this name. Nothing has been queued then.
             RuntimeError: the loop is closed.
         """
-        name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        if not isinstance(name, str):
-            raise TypeError(f"request_id must be text, got {name!r}")
-        request = self._engine.reader.read(name, prompt, params or SamplingParams(), priority)
-        stream = RequestStream(request, self._engine.output_lock, self._abort)
+        if not isinstance(request_id, str | None):
+            raise TypeError(f"request_id must be text, got {request_id!r}")
+        params = SamplingParams() if params is None else params
+        request = self._engine.reader.read(request_id or "", prompt, params, priority)
         with self._inbox:
             if self._closed:
                 raise RuntimeError("the serving loop is closed")
+            if request_id is None:
+                request.request_id = self._new_name()
+            name = request.request_id
             if name in self._requests:
                 raise ValueError(f"request_id {name!r} is the name of a request that is not done")
+            stream = RequestStream(request, self._engine.output_lock, self._abort)
             self._requests[name], self._streams[name] = request, stream
             self._arrived.append(request)
             self._inbox.notify()
@@ -164,6 +167,12 @@ class ServingLoop:
         """How the loop stood at the end of the last step; what was submitted since waits, too."""
         return self._metrics
 
+    def _new_name(self) -> str:
+        """A name that no caller has given to a request of its own."""
+        while (name := f"request-{next(self._numbers)}") in self._requests:
+            pass
+        return name
+
     def _abort(self, request: Request) -> None:
         with self._inbox:
             if self._requests.get(request.request_id) is request:
@@ -194,11 +203,21 @@ class ServingLoop:
                 self._take_in()
                 self._hand_out(self._engine.step())
             except BaseException:
-                # An interruption has ended everything.
-                self._hand_out(list(self._requests.values()))
+                self._end_interrupted()
                 raise
             with self._inbox:
                 return bool(self._arrived or self._aborted or self._engine.has_work)
+
+    def _end_interrupted(self) -> None:
+        """Ends all that have been taken in, wherever an interruption came."""
+        with self._inbox:
+            arrived = set(self._arrived)
+            taken_in = [one for one in self._requests.values() if one not in arrived]
+        if self._engine.has_work:  # It was not in the engine's step, which has done so.
+            self._engine.abort_all()
+        for request in taken_in:
+            self._engine.abort(request)
+        self._hand_out(taken_in)
 
     def _take_in(self) -> None:
         with self._inbox:

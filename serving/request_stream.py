@@ -93,8 +93,10 @@ class RequestStream:
         def wake() -> None:
             try:
                 loop.call_soon_threadsafe(changed.set)
-            except RuntimeError:  # The event loop is closed: nobody listens any more.
+            except RuntimeError:  # The event loop is closed, and the iteration with it.
                 self._wakers.discard(wake)
+                if not self._ended:
+                    self.abort()
 
         with self._changed:
             self._wakers.add(wake)

@@ -1,5 +1,10 @@
 """Sequences with the same prompt: one computes it, the others find it in the cache."""
 
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+
 from serving.scheduler.sequence import ScheduledSequence
 
 _LAST_TOKENS = 8  # by which prompts are looked up; then they are compared
@@ -7,64 +12,93 @@ _LAST_TOKENS = 8  # by which prompts are looked up; then they are compared
 Ends = tuple[int, tuple[int, ...]]
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Group:
+    """Sequences with one prompt.
+
+    Attributes:
+        leader: computes it.
+        followers: by priority, those that wait for it, in the order in which they came.
+    """
+
+    leader: ScheduledSequence
+    followers: dict[int, OrderedDict[ScheduledSequence, None]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def add(self, record: ScheduledSequence) -> None:
+        self.followers.setdefault(record.sequence.priority, OrderedDict())[record] = None
+
+    def remove(self, record: ScheduledSequence) -> None:
+        same = self.followers[record.sequence.priority]
+        del same[record]
+        if not same:
+            del self.followers[record.sequence.priority]
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return itertools.chain.from_iterable(self.followers.values())
+
+
 class SharedPrompts:
     """Who waits for whom.
 
     The first sequence with a prompt leads until that is computed, and those that come meanwhile
     with the same prompt follow, unless their priority is higher. A lookup costs no pass over the
-    prompt, unless there is one that ends alike.
+    prompt, unless there is one that ends alike, and the end of a sequence none over those that wait
+    with it.
     """
 
     def __init__(self) -> None:
-        self._leaders: dict[Ends, ScheduledSequence] = {}
-        self._followers: dict[ScheduledSequence, dict[ScheduledSequence, None]] = {}
-        self._followed: dict[ScheduledSequence, ScheduledSequence] = {}
+        self._led: dict[Ends, _Group] = {}
+        self._groups: dict[ScheduledSequence, _Group] = {}  # of those that wait
 
     @property
     def num_held(self) -> int:
         """Sequences that wait for another's prompt."""
-        return len(self._followed)
+        return len(self._groups)
 
     def follows(self, record: ScheduledSequence) -> bool:
         """Takes a new sequence; whether it is to wait for another's prompt."""
         if not record.sequence.reuse_prefix:
             return False
-        leader = self._leaders.setdefault(_ends(record), record)
+        group = self._led.setdefault(_ends(record), _Group(record))
+        leader = group.leader
         if leader is record:
-            self._followers[record] = {}
             return False
         same = leader.sequence.token_ids == record.sequence.token_ids
         if not same or record.sequence.priority > leader.sequence.priority:
             return False
-        self._followers[leader][record] = None
-        self._followed[record] = leader
+        group.add(record)
+        self._groups[record] = group
         return True
 
     def computed(self, record: ScheduledSequence) -> list[ScheduledSequence]:
         """Notes that a prompt is computed; the sequences that waited for it."""
-        followers = self._followers.pop(record, None)
-        if followers is None:
+        group = self._led.get(_ends(record))
+        if group is None or group.leader is not record:
             return []
-        del self._leaders[_ends(record)]
+        del self._led[_ends(record)]
+        followers = list(group)
         for follower in followers:
-            del self._followed[follower]
-        return list(followers)
+            del self._groups[follower]
+        return followers
 
     def ended(self, record: ScheduledSequence) -> ScheduledSequence | None:
         """Notes that a sequence is gone; who leads in its place and waits for nobody now."""
-        leader = self._followed.pop(record, None)
-        if leader is not None:
-            del self._followers[leader][record]
+        group = self._groups.pop(record, None)
+        if group is not None:
+            group.remove(record)
             return None
-        followers = self.computed(record)
-        if not followers:
+        group = self._led.get(_ends(record))
+        if group is None or group.leader is not record:
             return None
-        first = max(followers, key=lambda follower: follower.sequence.priority)
-        others = [follower for follower in followers if follower is not first]
-        self._leaders[_ends(first)] = first
-        self._followers[first] = dict.fromkeys(others)
-        self._followed |= dict.fromkeys(others, first)
-        return first
+        if not group.followers:
+            del self._led[_ends(record)]
+            return None
+        group.leader = next(iter(group.followers[max(group.followers)]))
+        group.remove(group.leader)
+        del self._groups[group.leader]
+        return group.leader
 
     def check_integrity(self, held: set[ScheduledSequence]) -> None:
         """Proves that exactly the sequences `held` wait, each for one leader.
@@ -72,15 +106,14 @@ class SharedPrompts:
         Raises:
             AssertionError: they do not.
         """
-        assert set(self._leaders.values()) == set(self._followers), "leaders lost"
-        listed = {
-            follower: leader
-            for leader, followers in self._followers.items()
-            for follower in followers
-        }
-        assert listed == self._followed, "followers lost"
+        listed = {follower: group for group in self._led.values() for follower in group}
+        assert listed == self._groups, "followers lost"
         assert set(listed) == held, "sequences held for nobody, or not held"
-        assert not held & set(self._followers), "a sequence leads and follows"
+        leaders = {group.leader for group in self._led.values()}
+        assert not held & leaders, "a sequence leads and follows"
+        for ends, group in self._led.items():
+            assert _ends(group.leader) == ends, "a leader of another prompt"
+            assert all(group.followers.values()), "a priority that nobody has"
 
 
 def _ends(record: ScheduledSequence) -> Ends:

@@ -160,6 +160,24 @@ def test_listener_that_goes_away(loop: ServingLoop, way: str) -> None:
     assert 0 < len(chosen(output)) < LONG
 
 
+def test_event_loop_that_is_closed(stepped: ServingLoop) -> None:
+    """A request that goes on for a coroutine that never will."""
+    events = asyncio.new_event_loop()
+    stream = stepped.submit(ids(23), greedy(LONG))
+
+    async def begin() -> AsyncIterator[RequestOutput]:
+        iterator: Any = aiter(stream)
+        anext(iterator).send(None)  # no task, which would complain that it was destroyed
+        return iterator
+
+    iterator = events.run_until_complete(begin())
+    events.close()
+    (output,) = run(stepped, stream)
+    assert reason(output) == "abort"
+    assert 0 < len(chosen(output)) < 4
+    del iterator
+
+
 def test_left_iteration_in_a_thread(loop: ServingLoop) -> None:
     """A generator that is closed early, and one that is never begun."""
     stream = loop.submit(ids(21), greedy(LONG))
@@ -226,6 +244,7 @@ def test_priorities(stepped: ServingLoop) -> None:
         ("text", {}, ValueError, "tokenizer"),
         (ids(1, 256), {}, ValueError, "max_model_len 256"),
         (ids(1), {"params": "x"}, TypeError, "SamplingParams"),
+        (ids(1), {"params": {}}, TypeError, "SamplingParams"),
         (ids(1), {"priority": "high"}, TypeError, "priority must be an integer, got 'high'"),
         (ids(1), {"request_id": 5}, TypeError, "request_id must be text, got 5"),
         (ids(1), {"request_id": "taken"}, ValueError, "request_id 'taken'"),
@@ -243,6 +262,42 @@ def test_refused(
     run(stepped, taken)
     again = stepped.submit(ids(7), greedy(1), request_id="taken")
     run(stepped, again)
+
+
+def test_names_of_its_own(stepped: ServingLoop) -> None:
+    """A request without a name that is refused for the name that another caller chose."""
+    names = [stepped.submit(ids(1), greedy(1)).request_id]
+    number = int(names[0].removeprefix("request-"))
+    mine = [f"request-{number + more}" for more in (1, 2, 4)]
+    names += [stepped.submit(ids(1), greedy(1), request_id=name).request_id for name in mine]
+    names += [stepped.submit(ids(1), greedy(1)).request_id for _ in range(3)]
+    assert len(set(names)) == 7
+    run(stepped)
+
+
+@pytest.mark.parametrize("part", ["add", "abort", "metrics"])
+def test_interrupted_outside_the_engine(
+    stepped: ServingLoop, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Control-C while requests are taken in or handed out: one that waits forever, and one that
+    came too late to be taken in and is lost."""
+    running = [stepped.submit(ids(seed), greedy(LONG)) for seed in range(4)]
+    stepped.step()
+    running.append(stepped.submit(ids(4), greedy(LONG)))
+    stepped.abort(running[0].request_id)
+    late = []
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        late.append(stepped.submit(ids(7), greedy(11)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stepped._engine, part, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stepped.step()
+    assert [reason(stream.result(timeout=0)) for stream in running] == ["abort"] * 5
+    assert_idle(stepped._engine)
+    assert reason(run(stepped, *late)[0]) == "length"
 
 
 def test_waiting_in_vain(loop: ServingLoop) -> None:

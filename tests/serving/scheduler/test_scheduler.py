@@ -269,6 +269,31 @@ def test_followers_go_on_without_their_leader(after_steps: int) -> None:
         steps_to_finish(run, sequence)
 
 
+def test_many_equal_prompts_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the end of a sequence that costs a pass over all that wait for the same prompt."""
+    looked_at = 0
+
+    class Counting(ToySequence):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal looked_at
+            looked_at += name == "priority"
+            return super().__getattribute__(name)
+
+    run = engine()
+    copies = [Counting(prompt(12), 3, priority) for priority in (2, *[1, 0] * 200)]
+    for sequence in copies:
+        run.scheduler.add(sequence)
+    run.scheduler.check_integrity()
+    before = looked_at
+    for number, sequence in enumerate(copies):
+        run.scheduler.finish(sequence)
+        if number % 100 == 50:
+            leading = run.scheduler._waiting._queue.first()
+            assert leading is not None
+            assert leading.sequence.priority == 1
+    assert looked_at - before < 20 * len(copies)
+
+
 def test_prompt_logprobs_need_every_row() -> None:
     """Catches cached rows where each is to be computed, and waiting for another's in vain."""
     run = engine(max_num_batched_tokens=64, most_step_rows=64)
