@@ -111,6 +111,11 @@ class RequestOutput:
     cache_counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated, by all continuations."""
+        return sum(len(part.token_ids) for part in self.outputs)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the cache, over all continuations."""
         return self.cache_counters.cached_tokens

@@ -79,8 +79,10 @@ class RequestStream:
                     ended, seen = self._ended, self._num_tokens
                 if ended:
                     break
+                output = self.output()
+                seen = max(seen, output.num_output_tokens)  # may be ahead of what was told
                 # The finished one comes when the engine has closed it.
-                if not (output := self.output()).finished:
+                if not output.finished:
                     yield output
         finally:
             if not self._ended:
@@ -107,11 +109,12 @@ class RequestStream:
                     ended, count = self._ended, self._num_tokens
                 if ended:
                     break
-                if count == seen:
+                if count <= seen:
                     await changed.wait()
                     continue
-                seen = count
-                if not (output := self.output()).finished:
+                output = self.output()
+                seen = max(count, output.num_output_tokens)
+                if not output.finished:
                     yield output
         finally:
             with self._changed:

@@ -128,6 +128,38 @@ def test_event_loop(loop: ServingLoop, expected: list[list[int]]) -> None:
         assert [chosen(output) for output in outputs] == [answer] * 3
 
 
+def test_each_output_has_grown(stepped: ServingLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are taken while those before them are told of, and are told of twice."""
+    stream = stepped.submit(ids(7), greedy(11))
+
+    def wait(holds: Any, timeout: float | None = None) -> None:
+        assert holds(), "would wait"
+
+    async def follow() -> None:
+        in_thread, in_coroutine = iter(stream), aiter(stream)
+        while not stream._num_tokens:
+            stepped.step()
+        counts = [len(chosen(next(in_thread))), len(chosen(await anext(in_coroutine)))]
+        stepped.step()
+        stepped._engine.step()  # nobody is told of the third token yet
+        counts += [len(chosen(next(in_thread))), len(chosen(await anext(in_coroutine)))]
+        assert counts == [1, 1, 3, 3]
+        waiting = asyncio.ensure_future(anext(in_coroutine))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stream.notify()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        with pytest.raises(AssertionError, match="would wait"):
+            next(in_thread)
+        run(stepped)
+        assert len(chosen(await waiting)) == 3  # as the other iteration was left
+
+    monkeypatch.setattr(stream._changed, "wait_for", wait)
+    asyncio.run(follow())
+
+
 @pytest.mark.parametrize("way", ["break", "cancel", "abort"])
 def test_listener_that_goes_away(loop: ServingLoop, way: str) -> None:
     """A request that goes on for nobody."""
