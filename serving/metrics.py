@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from kvcache import CacheCounters
 
@@ -92,6 +93,16 @@ class LoopMetrics:
     def __post_init__(self) -> None:
         for name in ("pages", "finished"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as dicts and numbers, as for JSON."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {
+            "pages": dict(self.pages),
+            "finished": dict(self.finished),
+            "cache": dataclasses.asdict(self.cache),
+            "hit_rate": self.hit_rate,
+        }
 
     @property
     def hit_rate(self) -> float:

@@ -284,7 +284,8 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Schedulable) -> CacheCounters:
-        """Ends a sequence, wherever it stands; what the cache did for it.
+        """Ends a sequence, wherever it stands; what the cache did for it, what it found of its own
+        rows after it was parked not counted.
 
         Raises:
             ValueError: it is not here.
@@ -370,7 +371,10 @@ class Scheduler:
         """Takes a sequence's slot away; its rows stay cached while there is room."""
         assert record.slot is not None, "closed without a slot"
         freed = self._cache.reserved_pages(record.slot)
-        record.counters += self._cache.close(record.slot, parked=parked)
+        counters = self._cache.close(record.slot, parked=parked)
+        if record.was_parked:  # It found its own rows again.
+            counters = dataclasses.replace(counters, cached_tokens=0)
+        record.counters += counters
         self._slots.give_back(record)
         self._prefilling.discard(record)
         record.tokens = None

@@ -1,6 +1,7 @@
 """The serving loop: requests from threads and event loops, their ends, and its metrics."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -454,6 +455,12 @@ def test_metrics(stepped: ServingLoop) -> None:
     reads = after.cache.resident_reads - before.cache.resident_reads
     assert reads > 0
     assert all(stream.finished for stream in streams)
+    for stream in streams:  # A parked one finds its own rows again, which is no prompt found.
+        assert stream.output().num_cached_tokens <= 60
+    shown = json.loads(json.dumps(after.as_dict()))
+    assert shown["finished"] == dict(after.finished)
+    assert shown["hit_rate"] == after.hit_rate
+    assert shown["cache"]["resident_reads"] == after.cache.resident_reads
     again = stepped.submit(ids(94, 60), greedy(1))
     run(stepped, again)
     assert stepped.metrics().cached_tokens > after.cached_tokens

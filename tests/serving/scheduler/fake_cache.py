@@ -115,7 +115,7 @@ class FakeCache(SequenceCache):
         sequence = self.running.pop(slot)
         for prefix in sequence.shared:
             self.cached[prefix] = self.cached.pop(prefix) - 1
-        return CacheCounters(cached_tokens=1)
+        return CacheCounters(cached_tokens=1, resident_reads=1)
 
     def check_integrity(self) -> None:
         held = [prefix for sequence in self.running.values() for prefix in sequence.shared]

@@ -317,10 +317,11 @@ def test_the_youngest_is_parked_and_the_oldest_ends_first() -> None:
         order += [s for s in sequences if s.finished and s not in order]
     assert order == [sequences[2], sequences[0], sequences[1]]
     assert run.scheduler.counters.parked > 0
-    assert all(sequence.counters is not None for sequence in sequences)
-    # A cache tells 1 for each slot that a sequence had.
-    slots = sum(s.counters.cached_tokens for s in sequences if s.counters is not None)
+    counters = [s.counters for s in sequences if s.counters is not None]
+    # A cache tells 1 for each slot that a sequence had, of which the first found its prompt.
+    slots = sum(one.resident_reads for one in counters)
     assert slots == run.scheduler.counters.opened == 3 + run.scheduler.counters.parked
+    assert [one.cached_tokens for one in counters] == [1, 1, 1]
 
 
 def short_of_pages(run: MockEngine, times: int) -> None:
