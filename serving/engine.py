@@ -179,7 +179,10 @@ class Engine:
         self.scheduler.counters = counters
         for request in requests:
             self.abort(request)
-        self._renew_store()
+        try:
+            self._renew_store()
+        except Exception as error:  # The interruption goes on; a later step tries again.
+            logger.error("no store could be built after an interruption: %s", error)
 
     def export_prefix(self, token_ids: list[int], path: Path) -> None:
         """Writes the cached rows of a prefix to a file.

@@ -287,8 +287,12 @@ def finish_without_store(engine: Engine, requests: list[Request]) -> list[Reques
     return [one.output() for one in requests]
 
 
-def test_interruption_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control-C between a launch and its account: sequences or pages left behind."""
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_interruption_in_a_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    """Control-C between a launch and its account: sequences or pages left behind, also where
+    another store finds no memory, for which the interruption is not to be mistaken."""
     requests = [request(engine, f"{seed}", tokens(seed, 40)) for seed in range(80, 85)]
     for one in requests:
         engine.add(one)
@@ -299,11 +303,17 @@ def test_interruption_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         method(*args)
         raise KeyboardInterrupt
 
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ModelRunner, "launch_prefill", interrupted)
+        if not has_memory:
+            patch.setattr(ModelRunner, "_start_empty", fail)
         engine.step()
     assert [one.output().outputs[0].finish_reason for one in requests] == ["abort"] * 5
-    assert_idle(engine)
+    assert engine.runner.usable == has_memory
+    assert len(ids(finish(engine, request(engine, "a", tokens(80, 40)))[0])) == 16
 
 
 # --- ends ---
