@@ -400,10 +400,9 @@ class KVCache[DeviceT: CacheDevice]:
         tokens, pages, rows = sequence.token_ids, sequence.pages, self.geometry.rows_per_page
         for index in range(sequence.publication.num_pages, len(tokens) // rows):
             self.index.publish(sequence.publication, tokens, pages, (index + 1) * rows, self._clock)
-            if not self.pool.is_cached(pages[index]) and not self._adopt(slot, sequence, index):
+            if not self.pool.is_cached(pages[index]):
                 # Pages after another's, which it does not hold, could not be given up in order.
-                sequence.publication = None
-                return
+                self._adopt(slot, sequence, index)
         if partial:
             known = len(tokens)
             tokens += self._new_tokens[slot]
@@ -412,27 +411,26 @@ class KVCache[DeviceT: CacheDevice]:
             )
             del tokens[known:]
 
-    def _adopt(self, slot: int, sequence: RunningSequence, index: int) -> bool:
-        """Has a sequence read the page that is cached with the same rows, and frees its own.
-
-        Returns False, and changes nothing, if that page has left the device.
-        """
+    def _adopt(self, slot: int, sequence: RunningSequence, index: int) -> None:
+        """Has a sequence read the page that is cached with the same rows, and frees its own, in
+        whose place that page comes back if it has left the device."""
         assert sequence.publication is not None
         page, own = sequence.publication.page(index), sequence.pages[index]
-        if self.residency.state(page) is PageState.HOST:
-            return False
         self.index.adopt(sequence.publication, index)
-        if own in sequence.pinned:
+        pinned = own in sequence.pinned
+        if pinned:
             sequence.pinned.remove(own)
             self.residency.unpin(own)
-            self.residency.pin(page)
-            sequence.pinned.append(page)
         sequence.pages[index] = page
         self._slots_of.setdefault(page, set()).add(slot)
         del self._slots_of[own]
         self._tables.add_page(slot, index, page)
         self.pool.release(own)
-        return True
+        if self.residency.state(page) is PageState.HOST:
+            self.residency.restore(page)
+        if pinned:
+            self.residency.pin(page)
+            sequence.pinned.append(page)
 
     def _find(self, token_ids: Sequence[int], promised_pages: int, spare_pages: int) -> PrefixMatch:
         """The cached prefix to continue, with a page to copy only if there is room for both.

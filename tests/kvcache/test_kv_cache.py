@@ -12,7 +12,7 @@ ROW = RowFormat("float32", 1, 0, 1.0)
 
 
 def make(
-    device_pages: int, host_pages: int = 0, *, swaps: bool = False
+    device_pages: int, host_pages: int = 0, *, swaps: bool = False, with_hidden: bool = False
 ) -> KVCache[SimulatedDevice]:
     geometry = KVGeometry(
         group_layers=(1,),
@@ -26,7 +26,7 @@ def make(
         index_row_format=ROW,
         hot_rows=PAGE if host_pages and not swaps else 0,
     )
-    return KVCache(geometry, SimulatedDevice(geometry), most_step_rows=8)
+    return KVCache(geometry, SimulatedDevice(geometry), most_step_rows=8, with_hidden=with_hidden)
 
 
 def compute(cache: KVCache[SimulatedDevice], slot: int, token_ids: list[int]) -> None:
@@ -124,3 +124,28 @@ def test_reads_belong_to_the_launch_that_tells_them() -> None:
     cache.note_reads(np.array([3]), wraps)
     wrapped = np.array([[-most, *[0] * 11]], np.int32)
     assert cache.note_reads(np.array([3]), wrapped)[0, 0] == 2
+
+
+@pytest.mark.parametrize("with_hidden", [False, True])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_page_that_has_left_is_computed_again(swaps: bool, with_hidden: bool) -> None:
+    """Catches a sequence that copies a page in host memory for its last rows, and what follows
+    them is not cached: by each turn of a conversation, all from there on is computed again."""
+    cache = make(device_pages=6, host_pages=6, swaps=swaps, with_hidden=with_hidden)
+    said, known = list(range(8)), 0  # and 8 again: the last row is computed on a copy
+    for turn in range(3):
+        found = cache.open(0, said, len(said))
+        assert found == min(known, len(said) - 1) - (with_hidden and turn > 0)
+        compute(cache, 0, said[found:])
+        compute(cache, 0, [20 + turn])
+        compute(cache, 0, [30 + turn])
+        cache.close(0)
+        for page in cache.residency.pages_in(PageState.DIRTY).tolist():
+            cache.residency.clean(page)
+        for page in cache.residency.pages_in(PageState.CLEAN).tolist():
+            cache.residency.drop(page)
+        cache.check_integrity()
+        known = len(said) + 2
+        said += [20 + turn, 30 + turn, 40] if turn else []
+    cache.release_held(cache.hold_pages(cache.geometry.num_pages), due=None)
+    cache.check_integrity()
