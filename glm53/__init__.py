@@ -9,13 +9,16 @@ if TYPE_CHECKING:
     from serving.llm import LLM
     from serving.loop import ServingLoop
     from serving.outputs import RequestOutput
+    from serving.request_stream import GenerationError, RequestStream
     from serving.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "EngineOptions",
     "GLMConfig",
+    "GenerationError",
     "RequestOutput",
+    "RequestStream",
     "SamplingParams",
     "ServingLoop",
 ]
@@ -23,8 +26,10 @@ __all__ = [
 _HOMES = {
     "EngineOptions": "serving.engine_options",
     "GLMConfig": "glm53.config",
+    "GenerationError": "serving.request_stream",
     "LLM": "serving.llm",
     "RequestOutput": "serving.outputs",
+    "RequestStream": "serving.request_stream",
     "SamplingParams": "serving.sampling_params",
     "ServingLoop": "serving.loop",
 }

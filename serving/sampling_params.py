@@ -9,6 +9,9 @@ Number = float | int
 MAX_LOGPROBS = 20
 """Most `logprobs` of a token, short of the whole vocabulary (-1)."""
 
+MAX_CONTINUATIONS = 1 << 14
+"""Most continuations of a prompt, `n`."""
+
 # Taken where neither the caller nor the model says anything.
 _DEFAULTS = {
     "temperature": 1.0,
@@ -132,6 +135,7 @@ class SamplingParams:
             if not self._left_out(name) and not _is_int(value, least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         for name, most in (
+            ("n", MAX_CONTINUATIONS),
             ("logprobs", MAX_LOGPROBS),
             ("prompt_logprobs", MAX_LOGPROBS),
             ("seed", 2**64 - 1),

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from glm53 import SamplingParams, ServingLoop
+from glm53 import GenerationError, RequestStream, SamplingParams, ServingLoop
 from serving.metrics import LoopMetrics
 from serving.model_runner import ModelRunner
 from serving.outputs import RequestOutput
-from serving.request_stream import GenerationError, RequestStream
 from tests.serving.toy_engine import assert_idle, tokens, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.

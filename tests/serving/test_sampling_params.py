@@ -19,7 +19,7 @@ BAD = [
     ("presence_penalty", [-2.1, 2.1, NAN, None]),
     ("frequency_penalty", [-2.1, 2.1, INF]),
     ("seed", [1.5, 2**64, -(2**63) - 1, "7", True]),
-    ("n", [0, -1, 1.5, None, True]),
+    ("n", [0, -1, 1.5, None, True, 2**14 + 1]),
     ("stop", ["", [""], [1], 5, ["ok", None]]),
     ("stop_token_ids", [5, [-1], ["a"], [True]]),
     ("include_stop_str_in_output", [1, None]),
