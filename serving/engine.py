@@ -246,10 +246,13 @@ class Engine:
             self.scheduler.launched_decode(batch)
         results, self._in_flight = self._in_flight, launched
         ended: list[Continuation] = []
-        for launch in results:
-            ended += self._accept(self._fetch(launch))
-        # Last, so that whoever waits for a sequence finds its pages still cached.
-        self._close(ended)
+        try:
+            for launch in results:
+                ended += self._accept(self._fetch(launch))
+        finally:
+            # Last, so that whoever waits for a sequence finds its pages still cached; also before
+            # an error, which is none of those that are complete.
+            self._close(ended)
 
     def _next_prefill(self) -> PrefillChunk | None:
         """The next chunk, ready to be launched; a request that cannot have its own fails."""

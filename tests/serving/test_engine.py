@@ -262,6 +262,29 @@ def test_an_error_of_the_device(
     assert engine.metrics().finished["error"] == failures + sum(started)
 
 
+def test_complete_before_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with its last token, which fails with others whose results come after its own."""
+    running = request(engine, "running", tokens(65, 20), max_tokens=30)
+    engine.add(running)
+    for _ in range(3):
+        engine.step()
+    short = request(engine, "short", tokens(66, 20), max_tokens=1)
+    method = ModelRunner.results
+
+    def failing(*args: Any) -> Any:
+        if short.finished:
+            raise RuntimeError("the device is lost")
+        return method(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "results", failing)
+        output, failed = finish(engine, short, running)
+    assert failed.error == "the device is lost"
+    (again,) = finish(engine, request(engine, "again", tokens(66, 20), max_tokens=1))
+    assert ids(output) == ids(again)
+    assert output.outputs[0].finish_reason == "length"
+
+
 def test_no_memory_for_another_store(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error of the device, and one of building the store anew: requests that wait forever,
     or an engine that is of no use any more."""
