@@ -130,3 +130,14 @@ class Admission:
         if not self._geometry.reads_host:
             new = beyond + self.outstanding
         return new <= self._geometry.device_pages - self._states.num_fixed
+
+    def check_integrity(self) -> None:
+        """Proves that what is promised is counted right, and there.
+
+        Raises:
+            AssertionError: it is not.
+        """
+        promised = sum(sequence.outstanding for sequence in self._running)
+        counted = self.outstanding
+        assert counted == promised, f"{counted} pages counted as promised, are {promised}"
+        assert self.room >= 0, f"{-self.room} more pages promised than can be had"

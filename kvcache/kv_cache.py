@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Int, Int64, Shaped
+from jaxtyping import Int, Int64
 
 from kvcache.admission import Admission, RunningSequence
 from kvcache.cache_device import CacheDevice
@@ -14,6 +14,7 @@ from kvcache.page_moves import PageMoves
 from kvcache.page_policy import PagePolicy
 from kvcache.page_pool import OutOfPagesError, PagePool
 from kvcache.page_states import PageState
+from kvcache.pins import Pins
 from kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvcache.residency import Residency
 
@@ -75,14 +76,11 @@ class KVCache[DeviceT: CacheDevice]:
         self._rows_left = [0] * geometry.max_sequences
         self._new_tokens: list[list[int]] = [[] for _ in range(geometry.max_sequences)]
         self._admission = Admission(
-            geometry,
-            self.pool,
-            self.residency,
-            self._running.values(),
-            most_step_rows,
+            geometry, self.pool, self.residency, self._running.values(), most_step_rows
         )
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
         self._policy = PagePolicy(geometry, device, self.residency, self.pool)
+        self._pins = Pins(geometry, self.residency)
         self._tables = DeviceTables(geometry, device)
         self._reads = ReadCounts(geometry.max_sequences)
         self._held: set[int] = set()  # pages that are filled from elsewhere
@@ -162,8 +160,8 @@ class KVCache[DeviceT: CacheDevice]:
             self._slots_of.setdefault(page, set()).add(slot)
         if found.partial is not None:
             self.pool.acquire(found.partial[0])
-        if self.geometry.has_host_tier and not self.geometry.reads_host:
-            self._bring_back(slot)
+        if self.geometry.has_host_tier:
+            self._pins.bring_back(sequence)
         if found.partial is not None:
             source, _ = found.partial
             (page,) = self._allocate(1)
@@ -227,7 +225,7 @@ class KVCache[DeviceT: CacheDevice]:
         for page in sequence.pages[sealed:full]:
             self.residency.seal(page)
         if full > sealed and self.geometry.has_host_tier:
-            self._pin(sequence, sequence.pages[sealed:full])
+            self._pins.keep(sequence, sequence.pages[sealed:full])
         self._publish(slot, sequence, partial=prompt_complete)
 
     def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
@@ -243,7 +241,7 @@ class KVCache[DeviceT: CacheDevice]:
         sequence = self._running.pop(slot)
         self._admission.outstanding -= sequence.outstanding
         self.tick()
-        self._unpin(sequence)
+        self._pins.release(sequence)
         self._publish(slot, sequence, partial=True)
         for page in sequence.pages:
             slots = self._slots_of[page]
@@ -298,7 +296,7 @@ class KVCache[DeviceT: CacheDevice]:
         return self._clock
 
     def hold_pages(self, count: int) -> list[int]:
-        """Takes pages for rows that come from elsewhere; see `fill_pages`.
+        """Takes pages for rows that come from elsewhere than a step.
 
         Raises:
             OutOfPagesError: too few are free or can be given up.
@@ -307,33 +305,6 @@ class KVCache[DeviceT: CacheDevice]:
         pages = self._allocate(count)
         self._held.update(pages)
         return pages
-
-    def fill_pages(
-        self,
-        pages: Sequence[int],
-        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
-        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
-    ) -> None:
-        """Writes held pages, to the device while there is room to spare and else to the host.
-
-        Args:
-            pages: the pages.
-            rows: MLA rows of as many pages or more, of which the first count.
-            keys: their index keys.
-
-        Raises:
-            OutOfPagesError: neither tier has a place that can be freed.
-        """
-        spare = self.geometry.device_pages // 4
-        for page in pages:
-            to_device = self.residency.num_free_device > spare or not self.geometry.has_host_tier
-            self.residency.begin_import(page, to_device)
-        self.moves.flush()
-        listed = np.full(len(rows), -1, np.int32)
-        listed[: len(pages)] = pages
-        self.device.write(listed, rows, keys)
-        for page in pages:
-            self.residency.end_import(page)
 
     def release_held(self, pages: Sequence[int], *, due: int | None) -> None:
         """Ends `hold_pages`; pages that the prefix index knows stay, expected in use at `due`."""
@@ -365,11 +336,7 @@ class KVCache[DeviceT: CacheDevice]:
             state = self.residency.state(page)
             unfilled = page in self._held and state is PageState.FREE
             assert unfilled or free == (state is PageState.FREE), f"page {page} is {state.name}"
-        promised = sum(sequence.outstanding for sequence in self._running.values())
-        counted = self._admission.outstanding
-        assert counted == promised, f"{counted} pages counted as promised, are {promised}"
-        room = self._admission.room
-        assert room >= 0, f"{-room} more pages promised than can be had"
+        self._admission.check_integrity()
 
     def _missing_pages(self, rows: Mapping[int, int]) -> list[tuple[int, int]]:
         """By slot, how many pages those sequences lack whose last page has no room for a step."""
@@ -417,10 +384,7 @@ class KVCache[DeviceT: CacheDevice]:
         assert sequence.publication is not None
         page, own = sequence.publication.page(index), sequence.pages[index]
         self.index.adopt(sequence.publication, index)
-        pinned = own in sequence.pinned
-        if pinned:
-            sequence.pinned.remove(own)
-            self.residency.unpin(own)
+        pinned = self._pins.drop(sequence, own)
         sequence.pages[index] = page
         self._slots_of.setdefault(page, set()).add(slot)
         del self._slots_of[own]
@@ -429,8 +393,7 @@ class KVCache[DeviceT: CacheDevice]:
         if self.residency.state(page) is PageState.HOST:
             self.residency.restore(page)
         if pinned:
-            self.residency.pin(page)
-            sequence.pinned.append(page)
+            self._pins.add(sequence, page)
 
     def _find(self, token_ids: Sequence[int], promised_pages: int, spare_pages: int) -> PrefixMatch:
         """The cached prefix to continue, with a page to copy only if there is room for both.
@@ -451,28 +414,6 @@ class KVCache[DeviceT: CacheDevice]:
             found = self.index.match(token_ids, whole)
             self._admission.check(len(token_ids), promised_pages, found, spare_pages)
         return found
-
-    def _bring_back(self, slot: int) -> None:
-        """Has all pages of a sequence on the device, to stay there."""
-        sequence = self._running[slot]
-        self._pin(sequence, sequence.pages)
-        for page in sequence.pages:
-            if self.residency.state(page) is PageState.HOST:
-                self.residency.restore(page)
-
-    def _pin(self, sequence: RunningSequence, pages: Sequence[int]) -> None:
-        """Keeps more pages on the device, in place of the one before unless all are to stay."""
-        if self.geometry.reads_host:
-            self._unpin(sequence)
-            pages = pages[-1:]
-        for page in pages:
-            self.residency.pin(page)
-        sequence.pinned += pages
-
-    def _unpin(self, sequence: RunningSequence) -> None:
-        for page in sequence.pinned:
-            self.residency.unpin(page)
-        sequence.pinned.clear()
 
     def _on_change(self, page: int, old: PageState, new: PageState) -> None:
         slots = self._slots_of.get(page, set())

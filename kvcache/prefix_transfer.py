@@ -136,5 +136,24 @@ class PrefixImport:
                 to_pages(geometry, np.pad(array, ((0, padding), (0, 0), (0, 0)))) for array in some
             )
             pages = self._pages[self._written : self._written + num_pages]
-            self._cache.fill_pages(pages, rows, keys)
+            self._fill(pages, rows, keys)
             self._written += num_pages
+
+    def _fill(
+        self,
+        pages: Sequence[int],
+        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+    ) -> None:
+        """Writes pages, to the device while there is room to spare and else to the host."""
+        geometry, residency = self._cache.geometry, self._cache.residency
+        spare = geometry.device_pages // 4
+        for page in pages:
+            to_device = residency.num_free_device > spare or not geometry.has_host_tier
+            residency.begin_import(page, to_device)
+        self._cache.moves.flush()
+        listed = np.full(len(rows), -1, np.int32)
+        listed[: len(pages)] = pages
+        self._cache.device.write(listed, rows, keys)
+        for page in pages:
+            residency.end_import(page)

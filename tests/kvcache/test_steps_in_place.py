@@ -83,7 +83,8 @@ def test_steps_that_read_no_host_pages() -> None:
         sequences = SequenceState.create(geometry, config.hidden_size, jnp.float32, steps.mesh)
         arguments = (abstract_model(config)[1], KVStore.create(geometry, steps.mesh), sequences)
         slots = jnp.asarray([0, 3], jnp.int32)
-        traced = steps.decode.trace(*arguments, slots, context_pages=4)
+        decode: Any = steps.decode
+        traced = decode.trace(*arguments, slots, context_pages=4)
         found = re.findall(r"= (\w+)", str(traced.jaxpr))
         primitives.append([name for name in found if name != "reinterpret_memory_space"])
     assert len(primitives[0]) > 1000

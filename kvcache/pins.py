@@ -1,0 +1,57 @@
+"""Pages of running sequences that stay on the device."""
+
+from collections.abc import Sequence
+
+from kvcache.admission import RunningSequence
+from kvcache.geometry import KVGeometry
+from kvcache.page_states import PageState
+from kvcache.residency import Residency
+
+
+class Pins:
+    """Pins the newest full page of each sequence, or all where steps read none in host memory.
+
+    Args:
+        geometry: sizes of a store with a host tier.
+        residency: where pages lie.
+    """
+
+    def __init__(self, geometry: KVGeometry, residency: Residency) -> None:
+        self._all = not geometry.reads_host
+        self._residency = residency
+
+    def bring_back(self, sequence: RunningSequence) -> None:
+        """Has all pages of a sequence that starts on the device, if they are to stay there."""
+        if not self._all:
+            return
+        self.add(sequence, *sequence.pages)
+        for page in sequence.pages:
+            if self._residency.state(page) is PageState.HOST:
+                self._residency.restore(page)
+
+    def keep(self, sequence: RunningSequence, pages: Sequence[int]) -> None:
+        """Pins pages that are full now, or the last of them in place of the one before."""
+        if not self._all:
+            self.release(sequence)
+            pages = pages[-1:]
+        self.add(sequence, *pages)
+
+    def drop(self, sequence: RunningSequence, page: int) -> bool:
+        """Takes a page's pin away; whether it had one."""
+        if page not in sequence.pinned:
+            return False
+        sequence.pinned.remove(page)
+        self._residency.unpin(page)
+        return True
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Takes all pins of a sequence away."""
+        for page in sequence.pinned:
+            self._residency.unpin(page)
+        sequence.pinned.clear()
+
+    def add(self, sequence: RunningSequence, *pages: int) -> None:
+        """Pins pages."""
+        for page in pages:
+            self._residency.pin(page)
+        sequence.pinned += pages
