@@ -1,5 +1,6 @@
 """The serving loop for programs that embed it: requests from any thread, outputs as they grow."""
 
+import atexit
 import itertools
 import logging
 import threading
@@ -130,7 +131,8 @@ class ServingLoop:
         return self._step()
 
     def start(self) -> None:
-        """Has the loop run in a thread of its own, which sleeps while there is nothing to do.
+        """Has the loop run in a thread of its own, which sleeps while there is nothing to do. The
+        end of the program closes it.
 
         Raises:
             RuntimeError: it runs already, or is closed.
@@ -140,6 +142,8 @@ class ServingLoop:
                 raise RuntimeError("the serving loop runs already, or is closed")
             self._thread = threading.Thread(target=self._run, name="serving-loop", daemon=True)
             self._thread.start()
+        # A thread that is in the device when the interpreter goes takes the process down.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Aborts all requests and ends the thread, if there is one; waits for its last step."""
@@ -149,6 +153,7 @@ class ServingLoop:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        atexit.unregister(self.close)
         self._abort_rest()
 
     def __enter__(self) -> "ServingLoop":

@@ -1,6 +1,7 @@
 """The serving loop: requests from threads and event loops, their ends, and its metrics."""
 
 import asyncio
+import atexit
 import json
 import threading
 import time
@@ -395,6 +396,22 @@ def test_closing(folder: Path) -> None:
     stream = unstarted.submit(ids(1))
     unstarted.close()
     assert reason(stream.result(timeout=0)) == "abort"
+
+
+def test_the_program_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that is never closed, whose thread crashes the process when the interpreter goes."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    loop = ServingLoop(toy_options(folder), warm_up=False)
+    loop.start()
+    stream = loop.submit(ids(1), greedy(LONG))
+    (close,) = at_exit
+    close()
+    assert reason(stream.result(timeout=0)) == "abort"
+    assert loop._thread is not None
+    assert not loop._thread.is_alive()
+    assert not at_exit, "kept when it is closed"
 
 
 def test_an_end_of_the_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
