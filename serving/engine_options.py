@@ -53,7 +53,7 @@ class EngineOptions:
             takes 1 GiB a device.
 
     Raises:
-        ValueError: a count or a flag is none; the message names it. All else is refused when
+        ValueError: a count, a flag or the model is none; the message names it. All else is refused when
             the engine is made.
     """
 
@@ -74,6 +74,8 @@ class EngineOptions:
     memory_fraction: float | int = MEMORY_FRACTION
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path):
+            raise ValueError(f"model must be text or a path, got {self.model!r}")
         for name in ("tensor_parallel_size", "max_num_seqs"):
             check_count(name, getattr(self, name))
         for name in ("max_num_batched_tokens", "max_model_len"):
@@ -108,9 +110,11 @@ def model_path(model: str | Path) -> Path:
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuses what is no positive integer, with a ValueError that names the option."""
+    """Refuses what is no positive int32, with a ValueError that names the option."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value >= 1 << 31:
+        raise ValueError(f"{name} must be below 2**31, got {value}")
 
 
 def resolve_numerics(

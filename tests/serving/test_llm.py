@@ -302,6 +302,8 @@ BAD_ARGUMENTS = [
     ({"max_model_len": 0}, "max_model_len"),
     ({"max_num_seqs": 0}, "max_num_seqs"),
     ({"max_num_seqs": None}, "max_num_seqs"),
+    ({"max_num_seqs": 10**30}, "max_num_seqs"),
+    ({"model": 7}, "model must be text"),
     ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
     ({"tensor_parallel_size": None}, "tensor_parallel_size"),
     ({"device_pages": -1}, "device_pages"),
@@ -331,7 +333,7 @@ BAD_ARGUMENTS = [
 def test_bad_arguments(arguments: dict, message: str) -> None:
     """An argument that cannot be honoured is refused by name."""
     with pytest.raises(ValueError, match=message):
-        LLM(GOLDEN / "tiny_f32", **(SMALL | arguments))
+        LLM(**({"model": GOLDEN / "tiny_f32"} | SMALL | arguments))
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
