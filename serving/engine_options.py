@@ -53,8 +53,8 @@ class EngineOptions:
             takes 1 GiB a device.
 
     Raises:
-        ValueError: a count, a flag or the model is none; the message names it. All else is refused when
-            the engine is made.
+        ValueError: a count, a flag or the model is none; the message names it. All else is refused
+            when the engine is made.
     """
 
     model: str | Path = BUILT_IN_MODEL

@@ -332,8 +332,9 @@ BAD_ARGUMENTS = [
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
 def test_bad_arguments(arguments: dict, message: str) -> None:
     """An argument that cannot be honoured is refused by name."""
+    options: dict[str, Any] = {"model": GOLDEN / "tiny_f32", **SMALL, **arguments}
     with pytest.raises(ValueError, match=message):
-        LLM(**({"model": GOLDEN / "tiny_f32"} | SMALL | arguments))
+        LLM(**options)
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
