@@ -15,6 +15,7 @@ from tests.support import GOLDEN, golden_arrays
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")
 MODEL = GOLDEN / "tiny_f32"
+# With as many pages, those of test_llm.py, whose compiled steps are found in the cache.
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -34,7 +35,7 @@ def answer(llm: LLM, token_ids: list[int]) -> tuple[list[int], int]:
 
 @pytest.fixture(scope="module")
 def resident() -> LLM:
-    return LLM(MODEL, kv_policy="resident", **OPTIONS)
+    return LLM(MODEL, kv_policy="resident", device_pages=10, **OPTIONS)
 
 
 @pytest.fixture(scope="module")

@@ -73,13 +73,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    """Answers of requests that have an ample store for themselves, by number of devices."""
+    """Answers of requests that have a store for themselves, by number of devices."""
 
     @functools.cache
     def answers(num_devices: int) -> list[Answer]:
-        engine = make(
-            folder, num_devices, kv_policy="resident", device_pages=16, enable_prefix_caching=False
-        )
+        # The store of "resident", whose steps are compiled anyway; each request has it for itself.
+        engine = make(folder, num_devices, kv_policy="resident", enable_prefix_caching=False)
         found = []
         for number in range(len(PROMPTS)):
             one = request(engine, number)
