@@ -59,6 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For a file that tests what runs the model's steps, and not the steps themselves."""
+    from tests.quick_compilation import use_former_emitters  # imports jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_former_emitters(patch)
+        yield
+
+
 @pytest.fixture
 def as_a_user() -> Iterator[None]:
     """Without the type checks of the tests, which would refuse wrong types first."""
