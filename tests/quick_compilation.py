@@ -7,8 +7,11 @@ own arithmetic do without.
 
 from typing import Any
 
+import jax
 import pytest
 from jax._src import compiler
+
+from pallas_kernels.jax_internals import JAX_VERSION
 
 _OPTION = "xla_cpu_disable_new_fusion_emitters"
 FLAG = f"--xla_backend_extra_options={_OPTION}"
@@ -21,6 +24,7 @@ _KEY, _VALUE = 1, 2
 
 def use_former_emitters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has whatever is compiled from now on compiled by the former emitters."""
+    assert jax.__version__ == JAX_VERSION, f"{__file__} uses private parts of jax {JAX_VERSION}"
     get_compile_options = compiler.get_compile_options
     entry = _field(_KEY, _OPTION.encode()) + _field(_VALUE, b"")
     debug_options = _field(_DEBUG_OPTIONS, _field(_EXTRA_OPTIONS, entry))

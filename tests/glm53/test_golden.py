@@ -21,6 +21,8 @@ from kvcache import KVStore
 from pallas_kernels.row_format import RowKind
 from tests.support import GOLDEN, Session, golden_arrays, golden_config, golden_params
 
+# Types are checked elsewhere; checks at every call would take a tenth of the time.
+pytestmark = pytest.mark.usefixtures("as_a_user")
 LOGITS_ATOL = 2e-4
 HIDDEN_ATOL = 5e-4
 ROWS = 320  # one compiled prefill step for every prompt, always traced: each takes seconds

@@ -5,7 +5,7 @@ from glm53 import LLM
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(quick_compilation: None) -> None:
-    """For all files."""
+    """Everything is, but where a folder's own says otherwise."""
 
 
 @pytest.fixture(scope="session")
