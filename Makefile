@@ -7,6 +7,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes, since compiling a step takes one core; a file's tests share what they compiled.
 # Files stay in the order that tests/conftest.py gives them, the slowest first.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# What runs the model's steps is tested apart from what computes them: see tests/conftest.py.
+RUN_STEPS := $(wildcard tests/serving/test_*.py) tests/test_docs.py \
+	tests/benchmarks/test_hybrid_decode.py tests/glm53/test_decode_with_kernels.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +23,9 @@ setup-aot: ## make or refresh .venv-aot, which compiles for GPUs without one
 demo: setup ## run the demonstration on the CPU
 	$(BIN)/python -m serving.demo
 
-test: setup ## run the tests (PYTEST_ARGS="-k name" for some)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup ## run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(addprefix --ignore=,$(RUN_STEPS))
+	FORMER_EMITTERS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) $(RUN_STEPS)
 
 test-slow: setup ## run the tests that take minutes each
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow

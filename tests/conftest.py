@@ -7,7 +7,10 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 # Compiling takes most of the time: this saves a third of it, and costs short runs little.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_extra_options=xla_cpu_optimize_for_size,xla_cpu_disable_loop_unrolling"
-    " --xla_cpu_parallel_codegen_split_count=1"
+    # `make test` has it so for what runs the model's steps, which compile in half the time then.
+    # Sums may be rounded otherwise, so tests of the model's own arithmetic do without.
+    + ",xla_cpu_disable_new_fusion_emitters" * ("FORMER_EMITTERS" in os.environ)
+    + " --xla_cpu_parallel_codegen_split_count=1"
 )
 # Compiled steps are kept between runs; a step is compiled again only when its program changes.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "jax")
@@ -63,16 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"_SLOWEST of {__file__} names {name}, which is not there")
     place = {tests / name: number for number, name in enumerate(_SLOWEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
-
-
-@pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """For a file that tests what runs the model's steps, and not the steps themselves."""
-    from tests.quick_compilation import use_former_emitters  # imports jax
-
-    with pytest.MonkeyPatch.context() as patch:
-        use_former_emitters(patch)
-        yield
 
 
 @pytest.fixture

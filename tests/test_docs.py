@@ -7,8 +7,6 @@ import pytest
 
 from tests.support import GOLDEN
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [

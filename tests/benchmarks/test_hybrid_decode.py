@@ -13,7 +13,6 @@ from glm53.config import GLMConfig
 from glm53.sharding import make_mesh
 from tests.toy_model import SIZES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONTEXT = 256
 
 

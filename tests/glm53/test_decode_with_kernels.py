@@ -161,7 +161,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(one, other, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.usefixtures("as_a_user", "quick_compilation")
+@pytest.mark.usefixtures("as_a_user")
 def test_equal_to_references(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,11 +3,6 @@ import pytest
 from glm53 import LLM
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly(quick_compilation: None) -> None:
-    """Everything is, but where a folder's own says otherwise."""
-
-
 @pytest.fixture(scope="session")
 def tiny_llm() -> LLM:
     """The built-in model, for all files: steps of other sizes would be compiled anew."""
