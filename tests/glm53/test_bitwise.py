@@ -141,7 +141,7 @@ def test_several_key_blocks() -> None:
 def test_row_tiles(num_rows: int) -> None:
     """A product over tiles gives each row the bits that it has alone."""
     rng = np.random.default_rng(num_rows)
-    rows = jnp.asarray(rng.standard_normal((num_rows, 96), np.float32))
+    rows = rng.standard_normal((num_rows, 96), np.float32)
     matrix = jnp.asarray(rng.standard_normal((160, 96), np.float32))
     product = jax.jit(lambda rows: map_row_tiles(lambda tile: matmul(tile, matrix), rows))
     together = product(rows)
