@@ -244,7 +244,7 @@ def main() -> None:
         concurrency = tuple(agents // _QUICK_PART for agents in CONCURRENCY[1::2])
         found = measure(concurrency, 3, SCALED, _QUICK_PART, 30.0)
     else:
-        found = measure(concurrency, 8, SCALED, 1, 300.0)
+        found = measure(concurrency, 8, SCALED, 1, 120.0)
     rows = list(tqdm(found, total=len(POLICIES) * len(concurrency), disable=None))
     print(format_table(rows, timed=not options.simulate))
     if options.json:
