@@ -135,7 +135,7 @@ def engine_options(
         model=model,
         max_model_len=workload.context_tokens,
         max_num_seqs=_SLOTS // part,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=256,  # lest they limit how many turns run, which are short
         device_pages=scaled(node.device_pages),
         kv_policy=kv_policy,
         host_memory_gib=host_bytes / 2**30 or None,
