@@ -1,5 +1,7 @@
 """The mesh, and the one table that maps logical axes of parameters to it."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -43,7 +45,7 @@ def make_mesh(num_devices: int = 1) -> Mesh:
     )
 
 
-def find_devices(platform: str | None = None) -> list[jax.Device]:
+def find_devices(platform: str | None = None) -> list[Any]:
     """The devices of a platform, or of the one that jax prefers.
 
     Raises:
