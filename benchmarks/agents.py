@@ -226,7 +226,7 @@ _COUNTED: Mapping[str, Callable[[Result], float]] = {
 }
 _SIMULATED = _COUNTED | {
     "requests that run, most": lambda result: result.most_running,
-    "times that one was parked": lambda result: result.parkings,
+    "times that one was preempted": lambda result: result.parkings,
 }
 _TIMED = _COUNTED | {
     "output tokens a second": lambda result: result.output_tokens / _times(result).seconds,

@@ -176,7 +176,7 @@ def test_report_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "ms" not in head and "tokens/s" not in head
     assert "seconds" not in str(agents.as_json(rows))
     panels = drawn(rows, tmp_path / "plot.svg", monkeypatch)
-    assert panels == COUNTED | {"requests that run, most", "times that one was parked"}
+    assert panels == COUNTED | {"requests that run, most", "times that one was preempted"}
     with pytest.raises(ValueError, match="a simulation has no times"):
         agents._TIMED["output tokens a second"](result)
 
