@@ -24,6 +24,7 @@ _NO_COLOUR = "\x1b[0m"
 
 _RGB = {_NEVER: (255, 255, 255), _HOST: (214, 214, 214), _DEVICE: (31, 84, 168)}
 _FEWEST_CACHED, _MOST_CACHED = np.array((255, 205, 130)), np.array((196, 78, 0))
+"""Of a page with the fewest and with the most rows in the row cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +111,7 @@ def save_plot(parts: Sequence[tuple[str, Sequence[Sample]]], path: Path) -> None
     panels[-1].set_xlabel("page of the context")
     colours = _RGB | {_CACHED: tuple((_FEWEST_CACHED + _MOST_CACHED) // 2)}
     patches = [
-        Patch(color=[part / 255 for part in colours[kind]], label=name)
-        for kind, name in _NAMES.items()
+        Patch(color="#" + bytes(colours[kind]).hex(), label=name) for kind, name in _NAMES.items()
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path)
