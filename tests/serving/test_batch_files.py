@@ -132,33 +132,34 @@ def test_few_bytes_at_a_time() -> None:
     assert [len(row) for row in rows] == whole()
 
 
-@pytest.mark.parametrize("appended", [False, True])
+@pytest.mark.parametrize("old_bytes", [0, 4, 90_000])
 def test_file_of_limited_size(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    appended: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, old_bytes: int
 ) -> None:
-    """As the system does it: one line, exit code 2, whole rows, and what was there before."""
+    """As the system does it: one line, exit code 2, whole rows, and behind `>>` what was there."""
     use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(b"".join(line(f"{n}" * 30_000, prompt="x") for n in range(9)))
-    old = b"old\n" if appended else b""
+    old = b"o" * old_bytes
     target.write_bytes(old)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open(target, "ab") as stdout:
+    # As a shell opens it: its position is not its end.
+    with open(os.open(target, os.O_WRONLY | os.O_APPEND), "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         try:
-            code = main(["batch", str(source), "-" if appended else str(target)])
+            code = main(["batch", str(source), "-" if old else str(target)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 2
-    assert capsys.readouterr().err == "glm53: row 4 could not be written: File too large\n"
     data = target.read_bytes()
     assert data.startswith(old)
     rows = [json.loads(row) for row in data[len(old) :].splitlines()]
-    assert [row["custom_id"][0] for row in rows] == ["0", "1", "2"]
+    assert [row["custom_id"][0] for row in rows] == ["0", "1", "2"][
+        : (100_000 - old_bytes) // 30_000
+    ]
+    wanted = f"glm53: row {len(rows) + 1} could not be written: File too large\n"
+    assert capsys.readouterr().err == wanted
 
 
 def test_pipe_that_does_not_block() -> None:

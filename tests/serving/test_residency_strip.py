@@ -1,13 +1,11 @@
 """The strip of the demonstration: recorded states against lines and colours written by hand."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvcache.residency_view import ResidencyView
-from serving import demo
 from serving.residency_strip import Sample, Strip, save_plot, strip_image
 
 
@@ -84,28 +82,3 @@ def test_plot(tmp_path: Path) -> None:
     save_plot([("first", samples), ("second", samples[:1])], tmp_path / "strip.svg")
     drawing = (tmp_path / "strip.svg").read_text()
     assert drawing.count('id="axes_') == 2 and drawing.count('id="image') == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "message"),
-    [
-        ("strip.png", None, "--plot needs matplotlib: pip install matplotlib"),
-        ("strip.txt", object(), "--plot strip.txt must end in .pdf, .png, .svg"),
-        ("no/strip.png", object(), "--plot no/strip.png: there is no directory 'no'"),
-    ],
-)
-def test_plot_that_cannot_be_drawn(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    tmp_path: Path,
-    name: str,
-    found: object,
-    message: str,
-) -> None:
-    """Refused before the model is loaded, with one line."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: found)
-    monkeypatch.setattr("serving.demo.Engine", lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(sys, "argv", ["demo", "--plot", name])
-    assert demo.main() == 2
-    assert capsys.readouterr() == ("", f"glm53: {message}\n")
