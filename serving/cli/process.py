@@ -153,8 +153,8 @@ def _terminable() -> Iterator[None]:
 def _logs() -> Iterator[None]:
     """Shows what the packages log, from level INFO on if the user has not said another.
 
-    An exception that a user cannot be expected to know the cause of is logged with its traceback,
-    any other one's traceback at level DEBUG.
+    Also logs the traceback of an exception that ends the command: at level DEBUG where its message
+    tells a user the cause, and at level ERROR elsewhere.
 
     Raises:
         ValueError: there is no such level.

@@ -205,6 +205,26 @@ def test_termination(
     assert json.loads(row)["custom_id"] == "a"
 
 
+def test_signals_that_are_ignored(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under nohup, or behind `&` in a script."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def serve(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
+        for place, _ in enumerate(requests):
+            for number in signals:
+                os.kill(os.getpid(), number)
+            yield answer(place)
+
+    use(monkeypatch, lambda *_, **__: FakeLLM(serve))
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        assert main(["batch", *files]) == 1
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    assert len(Path(files[1]).read_bytes().splitlines()) == 4
+
+
 def test_logs(
     files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
