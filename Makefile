@@ -20,8 +20,8 @@ setup: ## make or refresh .venv
 setup-aot: ## make or refresh .venv-aot, which compiles for GPUs without one
 	@scripts/setup_aot.sh
 
-demo: setup ## run the demonstration on the CPU
-	$(BIN)/python -m serving.demo
+demo: setup ## run the demonstration on the CPU (DEMO_ARGS="--plot FILE" draws it)
+	$(BIN)/python -m serving.demo $(DEMO_ARGS)
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(addprefix --ignore=,$(RUN_STEPS))

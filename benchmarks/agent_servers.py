@@ -3,7 +3,7 @@
 import dataclasses
 import time
 
-from benchmarks.agent_workload import Answer
+from benchmarks.agent_workload import Answer, AnswerTimes
 from kvcache import KVCache, KVGeometry, SimulatedDevice
 from serving.engine import Engine
 from serving.request import Request
@@ -54,8 +54,7 @@ class EngineServer:
                     self._agents.pop(request),
                     output.outputs[0].token_ids,
                     output.cache_counters.cached_tokens,
-                    first - self._submitted.pop(request),
-                    now - first,
+                    AnswerTimes(first - self._submitted.pop(request), now - first),
                 )
             )
             del self._first[request]
@@ -136,7 +135,7 @@ class SimulatedServer:
                 turn.output_ids.append(turn.agent)
             if turn.finished:
                 cached = scheduler.finish(turn).cached_tokens
-                ended.append(Answer(turn.agent, turn.output_ids, cached, 0.0, 0.0))
+                ended.append(Answer(turn.agent, turn.output_ids, cached, None))
         return ended
 
     @property

@@ -42,6 +42,19 @@ AGENTS = Workload(turns=13, first_tokens=74_160, later_tokens=753, output_tokens
 
 
 @dataclasses.dataclass(frozen=True)
+class AnswerTimes:
+    """How long an answer took.
+
+    Attributes:
+        first_token_seconds: from the request to the first token.
+        last_token_seconds: from the first token to the last.
+    """
+
+    first_token_seconds: float
+    last_token_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Answer:
     """The end of a turn.
 
@@ -49,15 +62,13 @@ class Answer:
         agent: whose.
         token_ids: the answer.
         cached_tokens: prompt tokens that were found in the cache.
-        first_token_seconds: from the request to the first token.
-        last_token_seconds: from the first token to the last.
+        times: None where nothing was computed.
     """
 
     agent: int
     token_ids: Sequence[int]
     cached_tokens: int
-    first_token_seconds: float
-    last_token_seconds: float
+    times: AnswerTimes | None
 
 
 class Server(Protocol):
@@ -83,16 +94,29 @@ class Server(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long a model took after each agent had its first answer.
+
+    Attributes:
+        seconds: all of it.
+        first_token_seconds: of each turn.
+        token_seconds: mean time between tokens, of each turn with several.
+    """
+
+    seconds: float
+    first_token_seconds: Sequence[float]
+    token_seconds: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """What was measured after each agent had its first answer.
 
     Attributes:
         concurrency: agents at a time.
-        seconds: how long it took.
         turns: turns that ended.
-        output_tokens: tokens generated.
-        first_token_seconds: of each turn.
-        token_seconds: mean time between tokens, of each turn with several.
+        output_tokens: tokens of their answers.
+        times: None where nothing was computed.
         running: turns under way, mean over steps.
         most_running: the most of them in any step.
         reuse: prompt tokens that were found in the cache, over those of the turns before.
@@ -101,11 +125,9 @@ class Result:
     """
 
     concurrency: int
-    seconds: float
     turns: int
     output_tokens: int
-    first_token_seconds: Sequence[float]
-    token_seconds: Sequence[float]
+    times: Times | None
     running: float
     most_running: int
     reuse: float
@@ -194,20 +216,26 @@ def run_agents(
             submit(answer.agent, answer.token_ids)
         running.append(server.num_running)
     seconds = clock() - start
+    times = [answer.times for answer in ended if answer.times is not None]
     return Result(
         concurrency=concurrency,
-        seconds=seconds,
         turns=len(ended),
         output_tokens=len(ended) * workload.output_tokens,
-        first_token_seconds=[answer.first_token_seconds for answer in ended],
-        token_seconds=[
-            answer.last_token_seconds / (workload.output_tokens - 1)
-            for answer in ended
-            if workload.output_tokens > 1
-        ],
+        times=_times(times, seconds, workload) if len(times) == len(ended) else None,
         running=float(np.mean(running)),
         most_running=max(running),
         reuse=reused / reusable if reusable else 0.0,
         parkings=server.parkings - parkings,
         cut=len(ended) < turns,
+    )
+
+
+def _times(times: Sequence[AnswerTimes], seconds: float, workload: Workload) -> Times:
+    later_tokens = workload.output_tokens - 1
+    return Times(
+        seconds=seconds,
+        first_token_seconds=[answer.first_token_seconds for answer in times],
+        token_seconds=[
+            answer.last_token_seconds / later_tokens for answer in times if later_tokens
+        ],
     )

@@ -21,15 +21,17 @@ usage: python benchmarks/agents.py [--quick | --simulate] [--json FILE] [--plot 
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.agent_servers import EngineServer, SimulatedServer
-from benchmarks.agent_workload import AGENTS, Result, Workload, run_agents
+from benchmarks.agent_workload import AGENTS, Result, Times, Workload, run_agents
 from benchmarks.small_checkpoint import small_fields, write_checkpoint
 from glm53.checkpoint.source import read_config
 from glm53.kv_geometry import kv_geometry
@@ -169,8 +171,9 @@ def measure(
                 raise RuntimeError(f"{compiled} programs were compiled while agents waited")
 
 
-def format_table(rows: Sequence[Row], *, timed: bool) -> str:
-    """The measurements in Markdown."""
+def format_table(rows: Sequence[Row]) -> str:
+    """The measurements in Markdown, with times where a model computed."""
+    timed = _are_timed(rows)
     head = ["policy", "agents", "running, mean", "most", "prompt found", "parked", "turns"]
     if timed:
         head += ["output tokens/s", "first token, ms (90%)", "token, ms (90%)"]
@@ -187,10 +190,21 @@ def format_table(rows: Sequence[Row], *, timed: bool) -> str:
             f"{result.turns}{' (cut)' if result.cut else ''}",
         ]
         if timed:
-            cells.append(f"{result.output_tokens / result.seconds:.0f}")
-            cells += [_spread(result.first_token_seconds), _spread(result.token_seconds)]
+            times = _times(result)
+            cells.append(f"{result.output_tokens / times.seconds:.0f}")
+            cells += [_spread(times.first_token_seconds), _spread(times.token_seconds)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _are_timed(rows: Sequence[Row]) -> bool:
+    return all(row.result.times is not None for row in rows)
+
+
+def _times(result: Result) -> Times:
+    if result.times is None:
+        raise ValueError("a simulation has no times")
+    return result.times
 
 
 def _spread(seconds: Sequence[float]) -> str:
@@ -201,28 +215,62 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{1e3 * middle:.0f} ({1e3 * most:.0f})"
 
 
+def _median_first_token(result: Result) -> float:
+    seconds = _times(result).first_token_seconds
+    return statistics.median(seconds) if seconds else math.nan
+
+
+_COUNTED: Mapping[str, Callable[[Result], float]] = {
+    "requests that run, mean": lambda result: result.running,
+    "prompt tokens found in the cache, %": lambda result: 100 * result.reuse,
+}
+_SIMULATED = _COUNTED | {
+    "requests that run, most": lambda result: result.most_running,
+    "times that one was preempted": lambda result: result.parkings,
+}
+_TIMED = _COUNTED | {
+    "output tokens a second": lambda result: result.output_tokens / _times(result).seconds,
+    "median time to first token, s": _median_first_token,
+}
+"""Panels of a plot: a simulation has no times to draw."""
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws throughput, time to first token, running requests and reuse against concurrency."""
+    """Draws what was counted, and timed where a model computed, against concurrency.
+
+    Measurements that were cut short have hollow markers; one without a turn has none.
+    """
     # Only here: it takes a second to import.
     from matplotlib.figure import Figure
 
-    panels = {
-        "output tokens a second": lambda result: result.output_tokens / result.seconds,
-        "median time to first token, s": lambda result: statistics.median(
-            result.first_token_seconds or [0.0]
-        ),
-        "requests that run": lambda result: result.running,
-        "prompt tokens found in the cache, %": lambda result: 100 * result.reuse,
-    }
+    panels = _TIMED if _are_timed(rows) else _SIMULATED
     figure = Figure(figsize=(11, 7), layout="constrained")
     for axes, (title, value) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         for kv_policy in POLICIES:
             results = [row.result for row in rows if row.kv_policy == kv_policy]
             agents = [result.concurrency for result in results]
-            axes.plot(agents, [value(result) for result in results], marker="o", label=kv_policy)
+            values = [value(result) for result in results]
+            (line,) = axes.plot(agents, values, label=kv_policy)
+            for result, height in zip(results, values, strict=True):
+                axes.plot(
+                    result.concurrency,
+                    height,
+                    marker="o",
+                    color=line.get_color(),
+                    fillstyle="none" if result.cut else "full",
+                )
         axes.set(title=title, xlabel="agents", ylim=(0, None))
         axes.legend()
     figure.savefig(path)
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The measurements as dicts; a simulation's have no times."""
+    found = [dataclasses.asdict(row) for row in rows]
+    for row in found:
+        if row["result"]["times"] is None:
+            del row["result"]["times"]
+    return found
 
 
 def main() -> None:
@@ -246,9 +294,9 @@ def main() -> None:
     else:
         found = measure(concurrency, 8, SCALED, 1, 120.0)
     rows = list(tqdm(found, total=len(POLICIES) * len(concurrency), disable=None))
-    print(format_table(rows, timed=not options.simulate))
+    print(format_table(rows))
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        options.json.write_text(json.dumps(as_json(rows), indent=1))
     if options.plot:
         plot(rows, options.plot)
 

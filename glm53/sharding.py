@@ -1,5 +1,7 @@
 """The mesh, and the one table that maps logical axes of parameters to it."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,9 +30,9 @@ def make_mesh(num_devices: int = 1) -> Mesh:
     """A mesh of one axis over the first `num_devices` devices.
 
     Raises:
-        ValueError: there are fewer devices.
+        ValueError: there are fewer devices, or none.
     """
-    devices = jax.devices()
+    devices = find_devices()
     if not 1 <= num_devices <= len(devices):
         raise ValueError(
             f"{num_devices} devices wanted (tensor_parallel_size), {len(devices)} are there"
@@ -41,6 +43,23 @@ def make_mesh(num_devices: int = 1) -> Mesh:
         (jax.sharding.AxisType.Auto,),
         devices=devices[:num_devices],
     )
+
+
+def find_devices(platform: str | None = None) -> list[Any]:
+    """The devices of a platform, or of the one that jax prefers.
+
+    Raises:
+        ValueError: jax has none with the value of JAX_PLATFORMS.
+    """
+    try:
+        return jax.devices(platform)
+    # jax fails in an assertion where JAX_PLATFORMS names a platform whose plugin is missing.
+    except (RuntimeError, AssertionError) as error:
+        cause = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise ValueError(
+            f"jax has no device with JAX_PLATFORMS={jax.config.jax_platforms}{cause}: set "
+            "JAX_PLATFORMS=cpu, or install jax for the device (NVIDIA: pip install 'glm53[gpu]')"
+        ) from error
 
 
 def check_mesh(config: GLMConfig, mesh: Mesh) -> None:

@@ -1,10 +1,13 @@
 """Batch files: requests in the OpenAI API's JSON lines, answered with a row each."""
 
+import codecs
 import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import reprlib
+import select
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +37,14 @@ class BatchCounts:
     Attributes:
         succeeded: with a response.
         failed: with an error.
+        prompt_tokens: tokens of the prompts, of rows with a response.
+        output_tokens: tokens generated, of rows with a response.
     """
 
-    succeeded: int
-    failed: int
+    succeeded: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 def run_batch(
@@ -45,26 +52,28 @@ def run_batch(
     source: BinaryIO,
     target: BinaryIO,
     served_model_names: Sequence[str],
-    progress: Callable[[], object],
+    progress: Callable[[BatchCounts], object],
 ) -> BatchCounts:
     """Answers the lines of a batch file.
 
-    Lines are read as there is room for their prompts, and rows are written as they are done, each
-    flushed. A line that is no request, or whose request is refused, gets a row with an error.
+    Lines are read as there is room for their prompts, and rows are written as they are done. A line
+    that is no request, or whose request is refused, gets a row with an error.
 
     Args:
         llm: the model; it must have a tokenizer.
-        source: the lines, in UTF-8, ended by a line feed; blank ones are skipped.
-        target: where the rows go; it must write all that it is given.
+        source: the lines, in UTF-8, ended by a line feed; blank ones are skipped, and a byte order
+            mark before a line.
+        target: where the rows go, unbuffered. A row of which only a part can be written is cut off
+            again where the target is a file.
         served_model_names: values of `model` that are accepted; the first is the default.
-        progress: called after each row.
+        progress: called after each row, with the rows so far.
 
     Returns:
         How many rows there are.
 
     Raises:
-        ValueError: the model has no tokenizer.
-        OSError: reading or writing failed.
+        ValueError: the model has no tokenizer, or the source is in UTF-16 or UTF-32.
+        OSError: reading failed, or a row could not be written; those before it are.
         Exception: whatever a step raised. The rows of what was done before are written.
     """
     if llm.tokenizer is None:
@@ -76,19 +85,48 @@ def run_batch(
     return batch.rows.counts
 
 
+def count_requests(source: BinaryIO) -> int:
+    """How many rows a batch will have, from where a seekable source stands.
+
+    Raises:
+        ValueError: it is in UTF-16 or UTF-32.
+        OSError: reading failed.
+    """
+    start = source.tell()
+    count = sum(1 for _ in _numbered_lines(source))
+    source.seek(start)
+    return count
+
+
 def _numbered_lines(source: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers, from 1; None for one that is too long, which is not kept."""
+    """Lines that are not blank, with their numbers, from 1; None for one that is too long, which is
+    not kept."""
     for number in itertools.count(1):
         line = source.readline(MAX_LINE_BYTES + 1)
         if not line:
             return
+        if number == 1:
+            _check_encoding(line)
         if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
-            yield number, line
+            # Files that were joined have one each.
+            line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield number, line
             continue
         while rest := source.readline(_SKIPPED_AT_ONCE):
             if rest.endswith(b"\n"):
                 break
         yield number, None
+
+
+def _check_encoding(start: bytes) -> None:
+    """Refuses text of two or four bytes a character, in which no line could be found.
+
+    Raises:
+        ValueError: the source starts with such text.
+    """
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:4]:
+        raise ValueError("the input is in UTF-16 or UTF-32: convert it to UTF-8")
 
 
 class _RowWriter:
@@ -98,14 +136,32 @@ class _RowWriter:
         counts: the rows so far.
     """
 
-    def __init__(self, target: BinaryIO, progress: Callable[[], object]) -> None:
+    def __init__(self, target: BinaryIO, progress: Callable[[BatchCounts], object]) -> None:
         self._target, self._progress = target, progress
-        self.counts = BatchCounts(0, 0)
+        self.counts = BatchCounts()
+        if target.seekable():
+            target.seek(0, os.SEEK_END)  # Where it is opened to append, it begins elsewhere.
 
-    def write_response(self, custom_id: str | None, request_id: str, body: dict[str, Any]) -> None:
+    def write_response(
+        self,
+        custom_id: str | None,
+        request_id: str,
+        body: dict[str, Any],
+        outputs: Sequence[RequestOutput],
+    ) -> None:
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._write(request_id, custom_id, response, None)
-        self._count(succeeded=1)
+        counts = self.counts
+        prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        output_tokens = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+        self._count(
+            dataclasses.replace(
+                counts,
+                succeeded=counts.succeeded + 1,
+                prompt_tokens=counts.prompt_tokens + prompt_tokens,
+                output_tokens=counts.output_tokens + output_tokens,
+            )
+        )
 
     def write_error(self, custom_id: str | None, line: int, error: ValueError) -> None:
         code = error.code if isinstance(error, RequestError) else "invalid_request"
@@ -114,7 +170,7 @@ class _RowWriter:
             message = f"{message[:_MAX_MESSAGE]}..."
         fault = {"code": code, "message": message, "line": line}
         self._write(uuid.uuid4().hex, custom_id, None, fault)
-        self._count(failed=1)
+        self._count(dataclasses.replace(self.counts, failed=self.counts.failed + 1))
 
     def _write(
         self,
@@ -129,12 +185,33 @@ class _RowWriter:
             "response": response,
             "error": error,
         }
-        self._target.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._target.flush()
+        self._write_whole(json.dumps(row, allow_nan=False).encode() + b"\n")
 
-    def _count(self, *, succeeded: int = 0, failed: int = 0) -> None:
-        self.counts = BatchCounts(self.counts.succeeded + succeeded, self.counts.failed + failed)
-        self._progress()
+    def _write_whole(self, row: bytes) -> None:
+        start = self._target.tell() if self._target.seekable() else None
+        left = memoryview(row)
+        try:
+            while left:
+                written = self._target.write(left)
+                if written is None:  # A pipe that does not block, and is full.
+                    select.select([], [self._target], [])
+                else:
+                    left = left[written:]
+        except BaseException as error:
+            if start is not None:
+                # Devices have positions, too, and cannot be cut.
+                with contextlib.suppress(OSError):
+                    self._target.truncate(start)
+                    self._target.seek(start)
+            if not isinstance(error, OSError):
+                raise
+            number = self.counts.succeeded + self.counts.failed + 1
+            # Not the error's own type: a reader that goes away leaves the batch undone.
+            raise OSError(f"row {number} could not be written: {error.strerror}") from error
+
+    def _count(self, counts: BatchCounts) -> None:
+        self.counts = counts
+        self._progress(counts)
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,8 +252,6 @@ class _Batch:
     def requests(self, source: BinaryIO) -> Iterator[tuple[Prompt, SamplingParams]]:
         """Prompts for `LLM.serve`, a line read when it is asked for one; writes errors itself."""
         for number, data in _numbered_lines(source):
-            if data is not None and not data.strip():
-                continue
             custom_id, request = self._read_line(data)
             if isinstance(request, ValueError):
                 self.rows.write_error(custom_id, number, request)
@@ -204,7 +279,7 @@ class _Batch:
         if len(outputs) == len(row.outputs):
             unique = uuid.uuid4().hex
             body = row.respond(outputs, self._tokenizer, unique, int(time.time()))
-            self.rows.write_response(row.custom_id, unique, body)
+            self.rows.write_response(row.custom_id, unique, body, outputs)
 
     def _read_line(self, data: bytes | None) -> tuple[str | None, APIRequest | ValueError]:
         """A line's custom_id, None if it has none, and its request or what is wrong with it."""

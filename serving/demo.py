@@ -1,46 +1,124 @@
 """What `make demo` runs: facts planted in 8K tokens, on a device that holds a tenth of them."""
 
+import argparse
+import importlib.util
 import json
+import shutil
+import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from glm53 import chat
 from kvcache import CacheCounters
-from serving.engine_options import BUILT_IN_MODEL, model_path
-from serving.llm import LLM
+from kvcache.residency_view import view_sequence
+from serving.cli.process import exit_code_of
+from serving.engine import Engine
+from serving.engine_options import BUILT_IN_MODEL, EngineOptions, model_path
+from serving.request import Request
+from serving.residency_strip import PLOT_FORMATS, Sample, Strip, save_plot
 from serving.sampling_params import SamplingParams
 
 _DOCUMENT = "8000-0"
 _DEVICE_PAGES = 12
 _QUESTIONS = 2
+_MAX_TOKENS = 32
+_DECODE_STEPS_A_LINE = 3
+_LABEL_WIDTH = len("prompt 8,192")
 
 
-def main() -> None:
+def main() -> int:
     """Asks for the facts planted furthest back and prints the answers beside the right ones."""
+    parser = argparse.ArgumentParser(prog="python -m serving.demo", description=__doc__)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the strips here, as PNG")
+    options = parser.parse_args()
+    return exit_code_of(lambda: _run(options.plot))
+
+
+def _run(plot: Path | None) -> int:
+    if plot is not None:
+        _check_plot(plot)
     lines = (model_path(BUILT_IN_MODEL) / "needles.jsonl").read_text(encoding="utf-8").splitlines()
     document = next(line for line in map(json.loads, lines) if line["id"] == _DOCUMENT)
     needles = sorted(document["questions"], key=lambda question: question["depth_tokens"])
 
     print(f"Loading the built-in model '{BUILT_IN_MODEL}' (3M parameters).")
-    llm = LLM(BUILT_IN_MODEL, max_num_seqs=1, max_model_len=16384, device_pages=_DEVICE_PAGES)
-    print("Compiling and reading the document. The first time this takes a minute or two.")
-    for needle in needles[:_QUESTIONS]:
-        message = {"role": "user", "content": f"{document['text']}\n{needle['question']}"}
-        prompt = chat.render([message], add_generation_prompt=True)
-        start = time.perf_counter()
-        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=32))
-        seconds = time.perf_counter() - start
-        num_tokens = len(output.prompt_token_ids)
-        pages = -(-num_tokens // 64)
-        print()
-        print(f"Prompt:    {num_tokens} tokens in {pages} pages; the device holds {_DEVICE_PAGES}")
-        print(f"Cached:    {output.num_cached_tokens} of them, from the question before")
-        print(
-            f"Question:  {needle['question']} ({num_tokens - needle['depth_tokens']} tokens back)"
+    engine = Engine(
+        EngineOptions(
+            model=BUILT_IN_MODEL, max_num_seqs=1, max_model_len=16384, device_pages=_DEVICE_PAGES
         )
-        print(f"Answer:    {chat.parse(output.outputs[0].text).content}")
-        print(f"Planted:   {needle['answer']}")
-        print(f"Rows read: {_rows_read(output.cache_counters)}")
-        print(f"Time:      {seconds:.1f} s, compilation included")
+    )
+    print("Compiling and reading the document. The first time this takes a minute or two.")
+    parts = [
+        (f"{needle['question']}", _ask(engine, document["text"], needle))
+        for needle in needles[:_QUESTIONS]
+    ]
+    if plot is not None:
+        save_plot(parts, plot)
+        print(f"\nDrawn in {plot}.")
+    return 0
+
+
+def _check_plot(path: Path) -> None:
+    """Refuses a plot that could not be drawn, before anything is computed.
+
+    Raises:
+        ValueError, OSError: naming what is missing.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if path.suffix not in PLOT_FORMATS:
+        raise ValueError(f"--plot {path} must end in {', '.join(PLOT_FORMATS)}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--plot {path}: there is no directory {str(path.parent)!r}")
+
+
+def _ask(engine: Engine, document: str, needle: dict[str, Any]) -> list[Sample]:
+    message = {"role": "user", "content": f"{document}\n{needle['question']}"}
+    prompt = chat.render([message], add_generation_prompt=True)
+    params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
+    request = engine.reader.read("demo", prompt, params)
+    num_tokens = len(request.continuations[0].token_ids)
+    pages = engine.runner.geometry.pages_for(num_tokens)
+    print()
+    print(f"Prompt:    {num_tokens} tokens in {pages} pages; the device holds {_DEVICE_PAGES}")
+    print(f"Question:  {needle['question']} ({num_tokens - needle['depth_tokens']} tokens back)")
+    strip = Strip(
+        num_pages=engine.runner.geometry.pages_for(num_tokens + _MAX_TOKENS),
+        width=shutil.get_terminal_size().columns,
+        label_width=_LABEL_WIDTH,
+        colour=sys.stdout.isatty(),
+    )
+    print("\n".join(strip.legend()))
+    start, samples = time.perf_counter(), []
+    for sample in _samples(engine, request):
+        print(strip.line(sample), flush=True)
+        samples.append(sample)
+    seconds = time.perf_counter() - start
+    output = request.output()
+    print(f"Answer:    {chat.parse(output.outputs[0].text).content}")
+    print(f"Planted:   {needle['answer']}")
+    print(f"Cached:    {output.num_cached_tokens} tokens, from the question before")
+    print(f"Rows read: {_rows_read(output.cache_counters)}")
+    print(f"Time:      {seconds:.1f} s, compilation included")
+    return samples
+
+
+def _samples(engine: Engine, request: Request) -> Iterator[Sample]:
+    """Runs a request; a sample after each step of the prompt, and each few of the answer."""
+    engine.add(request)
+    cache, slot, prompt_tokens = engine.runner.cache, 0, len(request.continuations[0].token_ids)
+    while engine.has_work:
+        engine.step()
+        if request.finished:
+            continue
+        length = cache.length(slot)
+        answered = length - prompt_tokens
+        if answered <= 0:
+            yield Sample(f"prompt {length:5,}", view_sequence(cache, slot))
+        elif answered % _DECODE_STEPS_A_LINE == 1:
+            yield Sample(f"answer {answered:5,}", view_sequence(cache, slot))
 
 
 def _rows_read(counters: CacheCounters) -> str:
@@ -52,4 +130,4 @@ def _rows_read(counters: CacheCounters) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

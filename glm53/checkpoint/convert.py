@@ -16,6 +16,7 @@ from glm53.checkpoint.orbax import CONFIG_FILE, check_same_model, write_orbax
 from glm53.checkpoint.safetensors_writer import write_safetensors
 from glm53.checkpoint.source import load_checkpoint, read_config
 from glm53.config import FP8_QUANTIZATION, MODEL_TYPE, GLMConfig
+from glm53.sharding import find_devices
 from kvcache.store import MESH_AXIS
 
 _HF_CONFIG = "config.json"
@@ -128,5 +129,5 @@ def _check_places(source: Path, destination: Path) -> None:
 def _host_mesh() -> Mesh:
     """The CPU alone: weights need not fit in an accelerator to be converted."""
     return jax.make_mesh(
-        (1,), (MESH_AXIS,), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1]
+        (1,), (MESH_AXIS,), (jax.sharding.AxisType.Auto,), devices=find_devices("cpu")[:1]
     )

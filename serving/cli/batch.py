@@ -6,28 +6,27 @@ import logging
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 from tqdm import tqdm
 
-from serving.batch import run_batch
-from serving.cli.options import add_engine_options, engine_options
+from serving.batch import BatchCounts, count_requests, run_batch
+from serving.cli.options import add_engine_options, load_model
+from serving.cli.process import STANDARD, check_standard_output, open_standard_input
 from serving.engine_options import model_path
-from serving.llm import LLM
 
 logger = logging.getLogger(__name__)
 
-_STANDARD = "-"
+_SECONDS_BETWEEN_LOGS = 10.0
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the subcommand."""
-    parser = commands.add_parser(
-        "batch",
-        help="answer a file of requests in the OpenAI API's batch format",
-        description="Exit code: 0 if every row has a response, 1 if some have an error, 2 if the "
-        "batch could not be run to its end.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments."""
+    parser.description = (
+        "Exit code: 0 if every row has a response, 1 if some have an error, 2 if the batch could "
+        "not be run to its end."
     )
     parser.add_argument("input", help="JSON lines with requests; - is standard input")
     parser.add_argument("output", help="where a row for each goes; - is standard output")
@@ -43,18 +42,55 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"--model {options.model}: batch needs text, and there is no tokenizer.json"
             )
-        llm = LLM(**engine_options(options))
+        total = count_requests(source) if _is_file(source) else None
+        start = time.monotonic()
+        llm = load_model(options)
+        logger.info("loaded %s in %.1f s", options.model, time.monotonic() - start)
         target = stack.enter_context(_open_target(options.output))
-        hidden = not sys.stderr.isatty()
-        bar = stack.enter_context(tqdm(desc="Processed rows", unit=" rows", disable=hidden))
-        try:
-            counts = run_batch(llm, source, target, _served_names(options.model), bar.update)
-        except (ValueError, OSError):
-            raise
-        except Exception:
-            logger.exception("the engine failed; the rows written so far are whole")
-            return 2
+        progress = stack.enter_context(contextlib.closing(_Progress(total)))
+        counts = run_batch(llm, source, target, _served_names(options.model), progress.update)
+    print(f"glm53: {progress.summary(counts)}", file=sys.stderr)
     return 1 if counts.failed else 0
+
+
+class _Progress:
+    """Rows so far, as a bar on a terminal and as log lines elsewhere.
+
+    Args:
+        total: rows that there will be; None if that is not known.
+    """
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._start = self._logged = time.monotonic()
+        self._with_bar = sys.stderr.isatty()
+        self._bar = tqdm(
+            desc="Processed rows", unit=" rows", total=total, disable=not self._with_bar
+        )
+
+    def update(self, counts: BatchCounts) -> None:
+        """Shows another row."""
+        self._bar.update()
+        now = time.monotonic()
+        if not self._with_bar and now - self._logged >= _SECONDS_BETWEEN_LOGS:
+            self._logged = now
+            logger.info("%s", self.summary(counts))
+
+    def summary(self, counts: BatchCounts) -> str:
+        """A line about the rows so far."""
+        seconds = time.monotonic() - self._start
+        done = f"{counts.succeeded + counts.failed:,}"
+        if self._total is not None:
+            done += f" of {self._total:,}"
+        return (
+            f"{done} rows, {counts.failed:,} with an error; {counts.prompt_tokens:,} tokens in, "
+            f"{counts.output_tokens:,} out; {seconds:.1f} s, "
+            f"{counts.output_tokens / max(seconds, 1e-9):,.1f} tokens/s out"
+        )
+
+    def close(self) -> None:
+        """Ends the bar."""
+        self._bar.close()
 
 
 def _served_names(model: str) -> list[str]:
@@ -68,15 +104,16 @@ def _open_source(name: str) -> BinaryIO:
     Raises:
         OSError: it is not there, or cannot be read.
     """
-    if name != _STANDARD:
-        return open(name, "rb")
-    if sys.stdin is None:
-        raise OSError("standard input is closed")
-    return open(sys.stdin.fileno(), "rb", closefd=False)
+    return open_standard_input() if name == STANDARD else open(name, "rb")
+
+
+def _is_file(source: BinaryIO) -> bool:
+    """Whether the input can be read twice."""
+    return stat.S_ISREG(os.fstat(source.fileno()).st_mode)
 
 
 def _open_target(name: str) -> BinaryIO:
-    """Opens the output; a file is emptied.
+    """Opens the output, unbuffered; a file is emptied.
 
     Standard output is opened beside `sys.stdout`, whose own buffer, empty then, Python flushes at
     the end: a reader that has gone is an error here, and only here.
@@ -84,9 +121,9 @@ def _open_target(name: str) -> BinaryIO:
     Raises:
         OSError: it cannot be written.
     """
-    if name != _STANDARD:
-        return open(name, "wb")
-    return open(sys.stdout.fileno(), "wb", closefd=False)
+    if name != STANDARD:
+        return open(name, "wb", buffering=0)
+    return open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
 
 
 def _check_target(source: BinaryIO, name: str) -> None:
@@ -96,9 +133,8 @@ def _check_target(source: BinaryIO, name: str) -> None:
         ValueError: it is the input, by whatever name.
         OSError: it cannot be written.
     """
-    if name == _STANDARD:
-        if sys.stdout is None:
-            raise OSError("standard output is closed")
+    if name == STANDARD:
+        check_standard_output()
         found = os.fstat(sys.stdout.fileno())
     elif os.path.exists(name):
         found = os.stat(name)

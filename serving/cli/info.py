@@ -6,25 +6,34 @@ from collections.abc import Iterator
 from glm53.checkpoint.source import read_config
 from glm53.config import GLMConfig
 from glm53.presets import preset, preset_names
+from serving.cli.process import check_standard_output
 from serving.engine_options import model_path
 from serving.model_info import MTP_LAYER, CacheSize, ModelInfo, model_info
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the subcommand."""
-    parser = commands.add_parser(
-        "info", help="tell a model's sizes and what fits in memory, from its config alone"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments."""
     parser.add_argument(
         "model", help="checkpoint directory, 'tiny', or the name of a preset such as glm-5.3"
     )
-    parser.add_argument("--memory-gib", type=float, help="memory of each device, in GiB")
-    parser.add_argument("--devices", type=int, default=1, help="devices to shard over")
-    parser.add_argument("--max-model-len", type=int, help="length of a sequence, in tokens")
+    parser.add_argument(
+        "--memory-gib",
+        type=float,
+        help="memory of each device, in GiB (default: none, and what fits is not told)",
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="devices to shard over (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        help="length of a sequence, in tokens (default: the model's limit)",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_standard_output()
     info = model_info(
         _config(options.model),
         memory_gib=options.memory_gib,

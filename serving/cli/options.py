@@ -5,42 +5,63 @@ import dataclasses
 import typing
 from typing import Any, Literal
 
+from serving.cli.process import starting
 from serving.engine_options import EngineOptions
+from serving.llm import LLM
 
 _HELP = {
     "model": "checkpoint directory, or the built-in 'tiny'",
-    "dtype": "of activations and unquantised weights",
-    "kv_cache_dtype": "of cached rows",
+    "dtype": "of activations and unquantised weights; auto is the checkpoint's, and float32 on a "
+    "CPU",
+    "kv_cache_dtype": "of cached rows; auto is --dtype",
     "max_model_len": "longest prompt and output, in tokens",
     "latent_norm_eps": "epsilon of the latent norms",
-    "activation_quantization": "of what FP8 weights multiply",
+    "activation_quantization": "of what FP8 weights multiply; auto is fp8_1x128 for FP8 weights on "
+    "a GPU, else none",
     "tensor_parallel_size": "devices to shard over",
     "max_num_seqs": "most sequences that decode together",
     "max_num_batched_tokens": "most prompt tokens of a step",
     "enable_prefix_caching": "continue from what other requests have computed",
-    "device_pages": "pages of the store on the devices; all that fits by default",
+    "device_pages": "pages of the store on the devices",
     "host_memory_gib": "host memory for pages that the devices have no room for",
     "kv_policy": "what may leave the devices",
     "hot_rows": "rows of pages in host memory that a sequence keeps on each device",
     "memory_fraction": "share of each device's memory for weights and store",
 }
+_DERIVED = {
+    "max_model_len": "the model's limit",
+    "latent_norm_eps": "the model's rms_norm_eps",
+    "max_num_batched_tokens": "8192, on a CPU 512",
+    "device_pages": "all that fit",
+    "host_memory_gib": "half of what is free, on a CPU 1",
+    "hot_rows": "four selections, as far as there is room",
+}
+"""Defaults of the fields that are None."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Adds an argument for each field of `EngineOptions`."""
     kinds = typing.get_type_hints(EngineOptions)
     for field in dataclasses.fields(EngineOptions):
+        default = _DERIVED[field.name] if field.default is None else "%(default)s"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=field.default,
-            help=_HELP[field.name],
+            help=f"{_HELP[field.name]} (default: {default})",
             **_parsing(kinds[field.name]),
         )
 
 
-def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `LLM`."""
-    return {field.name: getattr(options, field.name) for field in dataclasses.fields(EngineOptions)}
+def load_model(options: argparse.Namespace) -> LLM:
+    """The model that the arguments of `add_engine_options` ask for.
+
+    Raises:
+        StartError: it could not be loaded, and the cause is none that names itself.
+        ValueError, OSError, NotImplementedError, MemoryError, ImportError: likewise, and it does.
+    """
+    fields = [field.name for field in dataclasses.fields(EngineOptions)]
+    with starting(f"loading {options.model}"):
+        return LLM(**{name: getattr(options, name) for name in fields})
 
 
 def _parsing(kind: Any) -> dict[str, Any]:

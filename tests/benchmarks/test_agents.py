@@ -1,12 +1,21 @@
 """The benchmark of agents: what it counts, and what the policies come to without a model."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks import agents
 from benchmarks.agent_servers import SimulatedServer
-from benchmarks.agent_workload import AGENTS, Answer, Result, Workload, run_agents
+from benchmarks.agent_workload import (
+    AGENTS,
+    Answer,
+    AnswerTimes,
+    Result,
+    Times,
+    Workload,
+    run_agents,
+)
 from kvcache import KVGeometry
 from pallas_kernels.row_format import RowFormat
 from serving.engine_options import KVPolicy
@@ -84,7 +93,7 @@ class Scripted:
         self._steps += 1
         due = [agent for agent, step in self._waiting if step <= self._steps]
         self._waiting = [entry for entry in self._waiting if entry[1] > self._steps]
-        return [Answer(agent, [7, 8], 10, 1.0, 3.0) for agent in due]
+        return [Answer(agent, [7, 8], 10, AnswerTimes(1.0, 3.0)) for agent in due]
 
 
 def test_what_agents_say() -> None:
@@ -101,21 +110,20 @@ def test_what_agents_say() -> None:
     # Of each agent's four turns that count: 10 of 21, of 27, and of 21 tokens, and 0 of 0.
     assert result.turns == 8
     assert result.reuse == pytest.approx(30 / 69)
-    assert result.token_seconds == [3.0] * 8
+    assert result.times is not None
+    assert result.times.token_seconds == [3.0] * 8
+    assert result.times.first_token_seconds == [1.0] * 8
 
 
-def test_report(tmp_path: Path) -> None:
-    """A table or plot that does not show what was measured."""
-    rows = [
+def report_rows(times: Times | None) -> list[agents.Row]:
+    return [
         agents.Row(
             kv_policy,
             Result(
                 concurrency=concurrency,
-                seconds=2.0,
                 turns=10,
                 output_tokens=40,
-                first_token_seconds=[0.1, 0.3, 0.2],
-                token_seconds=[0.01, 0.02],
+                times=times,
                 running=running,
                 most_running=9,
                 reuse=0.5,
@@ -126,15 +134,58 @@ def test_report(tmp_path: Path) -> None:
         for kv_policy, running in zip(agents.POLICIES, (2.0, 3.0, 8.0), strict=True)
         for concurrency in (4, 8)
     ]
-    lines = agents.format_table(rows, timed=True).splitlines()
+
+
+def drawn(rows: list[agents.Row], path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Titles of the panels, each of which has a line a policy and a marker a measurement."""
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, _: figures.append(self))
+    agents.plot(rows, path)
+    (figure,) = figures
+    for axes in figure.axes:
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels == list(agents.POLICIES)
+        assert len(axes.get_lines()) == len(agents.POLICIES) + len(rows)
+        hollow = [line.get_fillstyle() for line in axes.get_lines() if line.get_marker() == "o"]
+        assert hollow.count("none") == sum(row.result.cut for row in rows)
+    return {axes.get_title() for axes in figure.axes}
+
+
+COUNTED = {"requests that run, mean", "prompt tokens found in the cache, %"}
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table or plot that does not show what was measured."""
+    times = Times(seconds=2.0, first_token_seconds=[0.1, 0.3, 0.2], token_seconds=[0.01, 0.02])
+    rows = report_rows(times)
+    lines = agents.format_table(rows).splitlines()
     assert len(lines) == 2 + len(rows)
     assert lines[2].startswith("| resident | 4 | 2 | 9 | 50.0% | 4 | 10 | 20 | 200 (")
     assert "| 10 (cut) |" in lines[3]
-    assert len(agents.format_table(rows, timed=False).splitlines()[0].split("|")) == 9
-    agents.plot(rows, tmp_path / "plot.svg")
-    drawing = (tmp_path / "plot.svg").read_text()
-    # Four panels, each with a line of each policy and its legend.
-    assert drawing.count('id="axes_') == 4 and drawing.count('id="legend_') == 4
+    panels = drawn(rows, tmp_path / "plot.svg", monkeypatch)
+    assert panels == COUNTED | {"output tokens a second", "median time to first token, s"}
+
+
+def test_report_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that nothing took: neither in the table, nor in the file, nor in the plot."""
+    result = simulate("hybrid", 2, turns_each=1)
+    assert result.times is None
+    rows = report_rows(None)
+    head, _, first, *_ = agents.format_table(rows).splitlines()
+    assert head.count("|") == first.count("|") == 8
+    assert "ms" not in head and "tokens/s" not in head
+    assert "seconds" not in str(agents.as_json(rows))
+    panels = drawn(rows, tmp_path / "plot.svg", monkeypatch)
+    assert panels == COUNTED | {"requests that run, most", "times that one was preempted"}
+    with pytest.raises(ValueError, match="a simulation has no times"):
+        agents._TIMED["output tokens a second"](result)
+
+
+def test_no_turn_in_time() -> None:
+    """A time of zero where there was none."""
+    rows = report_rows(Times(seconds=2.0, first_token_seconds=[], token_seconds=[]))
+    assert math.isnan(agents._TIMED["median time to first token, s"](rows[0].result))
+    assert "| - | - |" in agents.format_table(rows)
 
 
 def test_the_node() -> None:

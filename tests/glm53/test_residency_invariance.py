@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 from kvcache import OutOfPagesError
 from kvcache.page_states import PageState
 from kvcache.prefix_transfer import PrefixImport, export_prefix
+from kvcache.residency_view import view_sequence
 from pallas_kernels.row_format import RowKind
 from tests.cached_session import CachedSession, Expected, StoredRows, as_bytes, page_rows
 from tests.support import micro_config, preset_params, random_tokens
@@ -270,7 +271,23 @@ class Histories(RuleBasedStateMachine):
         for column, count in reads.items():
             self.counts[f"{column} in {'prefill' if is_prefill else 'decode'}"] += count
         self.check_store()
+        for slot in self.running:
+            self.check_view(slot)
         return True
+
+    def check_view(self, slot: int) -> None:
+        """What is shown of a sequence is what the device's own tables say."""
+        view, store = view_sequence(self.cache, slot), self.cache.device.store
+        pages = np.asarray(self.cache.pages_of(slot), np.int64)
+        assert np.array_equal(view.on_device, np.asarray(store.device_page)[pages] >= 0)
+        assert store.host is not None
+        hot_row = np.asarray(store.host.hot_row)[slot].reshape(-1, self.num_devices, 3)
+        positions = hot_row * self.num_devices + np.arange(self.num_devices)[:, None]
+        in_page = positions[hot_row >= 0] // self.geometry.rows_per_page
+        leased = np.asarray(store.host.hot_page)[slot, 0] >= 0
+        shown = [leased * np.count_nonzero(in_page == place) for place in range(len(pages))]
+        assert view.row_cache.tolist() == shown
+        self.counts["rows in a row cache"] += sum(shown)
 
     def check_store(self) -> None:
         """Every confirmed row has its bytes in each place it lies; unused pages lie nowhere."""
@@ -509,6 +526,7 @@ def make_histories(
 
 
 HAPPENS = (
+    "rows in a row cache",
     "refused",
     "imports",
     "import refused",

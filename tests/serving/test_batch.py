@@ -13,17 +13,15 @@ from typing import Any, BinaryIO
 import pytest
 
 from glm53 import LLM, RequestOutput, SamplingParams, chat
-from glm53.tokenizer import Tokenizer
 from serving import batch
 from serving.batch import BatchCounts, run_batch
 from serving.cli import main
-from serving.engine_options import BUILT_IN_MODEL, model_path
-from serving.outputs import CompletionOutput
+from tests.serving.fake_llm import COMPLETIONS, FakeLLM, answer, line, one_by_one
 from tests.support import GOLDEN
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 MAX_SEQS = 4
 TEXT = "The Congress of the United States"
 
@@ -33,36 +31,9 @@ def llm(tiny_llm: LLM) -> LLM:
     return tiny_llm
 
 
-class FakeLLM(LLM):
-    """Serves with a function in place of a model."""
-
-    def __init__(self, serve: Callable[..., Iterator[tuple[int, RequestOutput]]]) -> None:
-        self.tokenizer: Tokenizer | None = Tokenizer.from_dir(model_path(BUILT_IN_MODEL))
-        self._serve = serve
-
-    def serve(self, requests: Any, *, stream: bool = False) -> Any:
-        return self._serve(requests)
-
-
-def answer(place: int) -> tuple[int, RequestOutput]:
-    part = CompletionOutput(0, f"answer {place}", [1], None, None, "stop", None)
-    return place, RequestOutput(str(place), "x", [1, 2], None, [part], finished=True)
-
-
-def one_by_one(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
-    """Answers each request before the next is drawn."""
-    for place, _ in enumerate(requests):
-        yield answer(place)
-
-
-def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
-    request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-    return json.dumps(request).encode() + b"\n"
-
-
 def run(llm: LLM, data: bytes) -> tuple[list[dict[str, Any]], BatchCounts]:
     target = io.BytesIO()
-    counts = run_batch(llm, io.BytesIO(data), target, ["tiny"], lambda: None)
+    counts = run_batch(llm, io.BytesIO(data), target, ["tiny"], lambda _: None)
     rows = [json.loads(row) for row in target.getvalue().splitlines()]
     assert len(rows) == counts.succeeded + counts.failed
     assert not target.getvalue() or target.getvalue().endswith(b"\n")
@@ -249,12 +220,12 @@ def test_two_hundred_lines(llm: LLM) -> None:
     assert len(lines) == 200
     source, target, ahead = CountingSource(b"".join(text for text, _ in lines)), io.BytesIO(), []
 
-    def note() -> None:
+    def note(_: BatchCounts) -> None:
         ahead.append(source.lines_read - len(ahead) - 1)
 
     counts = run_batch(llm, source, target, ["tiny"], note)
     rows = [json.loads(row) for row in target.getvalue().splitlines()]
-    assert counts == BatchCounts(num_good, len(bad))
+    assert (counts.succeeded, counts.failed) == (num_good, len(bad))
     assert len(rows) == len(ahead) == 200
     assert max(ahead) <= 2 * MAX_SEQS + 1
     assert len({row["id"] for row in rows}) == 200
@@ -285,7 +256,7 @@ def test_two_hundred_lines(llm: LLM) -> None:
 def test_greedy_answer(llm: LLM) -> None:
     """The built-in model's recall, read from a row as a client reads it."""
     (row,), counts = run(llm, line("x", CHAT, messages=question(21), temperature=0))
-    assert counts == BatchCounts(1, 0)
+    assert (counts.succeeded, counts.failed) == (1, 0)
     choice = row["response"]["body"]["choices"][0]
     assert choice["message"]["content"] == "The code of mint is 31-94."
     assert choice["finish_reason"] == "stop"
@@ -324,7 +295,7 @@ def test_large_lines(llm: LLM) -> None:
         line("d", **small),
     ]
     rows, counts = run(llm, b"".join(lines))
-    assert counts == BatchCounts(2, 2)
+    assert (counts.succeeded, counts.failed) == (2, 2)
     found = {row["custom_id"]: row for row in rows}
     assert found["a"]["response"]["body"]["choices"] == found["d"]["response"]["body"]["choices"]
     assert "leaves no room for output within max_model_len 512" in error_of(found["b"])[1]
@@ -351,13 +322,13 @@ def test_line_breaks() -> None:
     data += line("b", prompt="x").rstrip()
     rows, counts = run(FakeLLM(one_by_one), data)
     assert [row["custom_id"] for row in rows] == ["a", "\u2028\x85", "b"]
-    assert counts == BatchCounts(2, 1)
+    assert (counts.succeeded, counts.failed) == (2, 1)
     assert rows[1]["error"]["line"] == 5
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n", b" "])
 def test_nothing_to_do(data: bytes) -> None:
-    assert run(FakeLLM(one_by_one), data) == ([], BatchCounts(0, 0))
+    assert run(FakeLLM(one_by_one), data) == ([], BatchCounts())
 
 
 def test_prompts_of_a_row_in_any_order() -> None:
@@ -384,7 +355,7 @@ def test_prompts_of_a_row_in_any_order() -> None:
     assert texts == ["answer 0", "answer 1"]
     assert error_of(rows[1]) == ("invalid_request", "prompt[0]: bad")
     assert drawn == [2, 2, 1]
-    assert counts == BatchCounts(2, 1)
+    assert (counts.succeeded, counts.failed) == (2, 1)
 
 
 class EndlessSource(io.RawIOBase):
@@ -414,9 +385,9 @@ def test_reading_is_lazy() -> None:
     target = io.BytesIO()
     lines: Any = source
     counts = run_batch(
-        FakeLLM(three), lines, target, ["tiny"], lambda: progress.append(target.tell())
+        FakeLLM(three), lines, target, ["tiny"], lambda _: progress.append(target.tell())
     )
-    assert counts == BatchCounts(3, 27)
+    assert (counts.succeeded, counts.failed) == (3, 27)
     # Every row is in the file when it is counted.
     assert progress == sorted(set(progress))
     assert target.getvalue().count(b"\n") == len(progress) == 30
@@ -441,13 +412,14 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, make: Callable[..., LLM]) -> None:
-    monkeypatch.setattr("serving.cli.batch.LLM", make)
+    monkeypatch.setattr("serving.cli.options.LLM", make)
 
 
 def test_exit_codes(
     files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """0 if all rows are good and 1 if one is not; an old output is replaced; nothing is printed."""
+    """0 if all rows are good and 1 if one is not; an old output is replaced; standard output stays
+    empty, and standard error has a summary."""
     use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
     source, target = files
     Path(target).write_text("old " * 1000)
@@ -457,7 +429,11 @@ def test_exit_codes(
         file.write(b"nope")
     assert main(["batch", source, target]) == 1
     assert len(Path(target).read_bytes().splitlines()) == 4
-    assert capsys.readouterr() == ("", "")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    first, second = captured.err.splitlines()
+    assert first.startswith("glm53: 3 of 3 rows, 0 with an error; 6 tokens in, 3 out; ")
+    assert second.startswith("glm53: 4 of 4 rows, 1 with an error; 6 tokens in, 3 out; ")
 
 
 def test_served_model_names(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,7 +623,9 @@ def test_as_a_filter(llm: LLM) -> None:
     text = rows["a"]["response"]["body"]["choices"][0]["text"]
     assert text == alone.outputs[0].text
     assert "not JSON" in error_of(rows[None])[1]
-    assert done.stderr == b""
+    assert done.stderr.splitlines()[-1].startswith(
+        b"glm53: 2 rows, 1 with an error; 2 tokens in, 1 out; "
+    )
 
 
 def test_reader_that_goes_away() -> None:
@@ -657,6 +635,6 @@ def test_reader_that_goes_away() -> None:
     with open(writer, "wb") as stdout:
         done = run_process(b"nope\n" * 3, stdout)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"glm53: ")
-    assert b"Broken pipe" in done.stderr
-    assert done.stderr.count(b"\n") == 1
+    *logs, last = done.stderr.splitlines()
+    assert last == b"glm53: row 1 could not be written: Broken pipe"
+    assert all(log.startswith(b"INFO ") for log in logs)

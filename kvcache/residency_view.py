@@ -1,0 +1,44 @@
+"""Read-only view of where the rows of one sequence lie, for displays."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from kvcache.device_state import DeviceState
+from kvcache.kv_cache import KVCache
+from kvcache.page_states import NO_PLACE
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidencyView:
+    """Pages of a sequence, in order, after the launches so far.
+
+    Attributes:
+        on_device: whether the page lies on the device. The others lie in host memory alone.
+        row_cache: rows of the page that the sequence's row cache holds on the devices (its hot
+            rows), the index groups together. Rows of pages that have come back count until others
+            take their places.
+    """
+
+    on_device: Bool[np.ndarray, " pages"]
+    row_cache: Int[np.ndarray, " pages"]
+
+
+def view_sequence(cache: KVCache[DeviceState], slot: int) -> ResidencyView:
+    """Where the pages of the sequence in a slot lie. Waits for the steps that were launched.
+
+    Args:
+        cache: the cache.
+        slot: a slot with a sequence.
+    """
+    pages = cache.pages_of(slot)
+    on_device = np.array([cache.residency.device_place(page) != NO_PLACE for page in pages], bool)
+    row_cache = np.zeros(len(pages), np.int64)
+    host = cache.device.store.host
+    leased = cache.residency.hot_places(slot) and slot not in cache.residency.changed_leases
+    if host is not None and leased:
+        held = np.asarray(host.hot_row[slot])
+        held = held[held >= 0] // cache.geometry.rows_per_device
+        np.add.at(row_cache, held, 1)
+    return ResidencyView(on_device, row_cache)
