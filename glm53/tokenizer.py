@@ -6,6 +6,9 @@ Decisions:
 * Streaming works on bytes. A byte-level token is a fixed byte string, so a token's text follows
   from those bytes and a UTF-8 decoder that keeps the bytes of an unfinished character, at a cost
   that does not depend on what came before.
+* The tags of the chat format, such as `<think>`, are text, whatever the tokenizer marks: they say
+  which part of an output is what, so leaving special tokens out leaves them in. Those that end a
+  turn, such as `<|user|>`, are special tokens.
 """
 
 import codecs
@@ -16,6 +19,8 @@ from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
+
+from glm53.chat.tags import OUTPUT_TAGS
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -56,7 +61,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            if token.special and token.content not in OUTPUT_TAGS
         )
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
 
@@ -116,10 +121,12 @@ class Tokenizer:
 
         Args:
             ids: Token ids; one outside the vocabulary, such as a padded one, stands for nothing.
-            skip_special_tokens: Leave out the tokens marked as special. The thinking and tool
-                tags are ordinary added tokens where the checkpoint does not mark them.
+            skip_special_tokens: Leave out the tokens marked as special, but for the tags of the
+                chat format.
         """
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            ids = [token_id for token_id in ids if token_id not in self._special_ids]
+        return self._backend.decode(ids, skip_special_tokens=False)
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a vocabulary entry or added token, None if there is no such token."""

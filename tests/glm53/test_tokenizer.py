@@ -152,6 +152,23 @@ def test_added_token_outside_latin_1(tmp_path: Path) -> None:
         assert streamed(tokenizer, [64, 1536, 65], skip) == text
 
 
+def test_tags_are_text_whatever_is_marked(tmp_path: Path) -> None:
+    """A tag that is left out of an output with the special tokens, so that no parser sees it."""
+    file = copy_data(tmp_path) / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = True
+    file.write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    tagged = "r<think></think>a<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>"
+    for token in ("<|user|>", "<|observation|>", "<|endoftext|>"):
+        ids = tokenizer.encode(tagged + token)
+        for text in (tokenizer.decode(ids), streamed(tokenizer, ids, skip=True)):
+            assert text == tagged
+        for text in (tokenizer.decode(ids, False), streamed(tokenizer, ids, skip=False)):
+            assert text == tagged + token
+
+
 def test_cut_and_padding_are_off(tmp_path: Path) -> None:
     """A file whose truncation or padding would change a prompt."""
     file = copy_data(tmp_path) / "tokenizer.json"
