@@ -173,19 +173,87 @@ class IncrementalDetokenizer:
     The pieces of `push`, then the piece of `flush`, joined equal `Tokenizer.decode` of all ids.
     After any push, the text so far is the decoding of the ids so far, less what an unfinished last
     character decodes to: U+FFFD, or two of them for the start of a surrogate, which is no valid
-    character. After `flush` the object can take another output.
+    character. After `flush` the object can take another output, of the same prompt.
+
+    A prompt of ids may end within a character. An output that goes on with it has the whole
+    character; of one that does not, the prompt's part is not in the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        """Starts with no ids; the arguments are those of `Tokenizer.decode`."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        """Starts with no ids.
+
+        Args:
+            tokenizer: The tokenizer.
+            skip_special_tokens: As for `Tokenizer.decode`.
+            prompt_ids: Token ids that the output follows.
+        """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._prompt_end = self._before = _unfinished_character(tokenizer, prompt_ids)
 
     def push(self, token_id: int) -> str:
         """Returns the text that the token completes, which may be empty."""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id, self._skip_special_tokens))
+        data = self._tokenizer.token_bytes(token_id, self._skip_special_tokens)
+        if self._before and data:
+            if _is_continued(self._before, data):
+                data = self._before + data
+            self._before = b""
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
         """Returns what is held back at the end: empty, or U+FFFD of an unfinished character."""
+        self._before = self._prompt_end
         return self._utf8.decode(b"", final=True)
+
+
+def decode_prompt(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    skip_special_tokens: bool = True,
+) -> str:
+    """Returns the text of a prompt, special tokens included, that an output's text follows.
+
+    It is without the prompt's unfinished last character if the output goes on with that.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompt_ids: The prompt.
+        output_ids: The output.
+        skip_special_tokens: Whether the output's text is without special tokens.
+    """
+    end = _unfinished_character(tokenizer, prompt_ids)
+    text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
+    following = (tokenizer.token_bytes(token_id, skip_special_tokens) for token_id in output_ids)
+    first = next((data for data in following if data), b"")
+    if end and first and _is_continued(end, first):
+        return text.removesuffix(end.decode(errors="replace"))
+    return text
+
+
+def _unfinished_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
+    """Returns the bytes of the character that ids end within, empty if they end with one."""
+    data = b""
+    for token_id in reversed(ids):
+        data = tokenizer.token_bytes(token_id, skip_special_tokens=False) + data
+        if len(data) >= 4:
+            break
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]
+
+
+def _is_continued(start: bytes, data: bytes) -> bool:
+    """Returns whether bytes go on with the character that others start."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start + data[:1])
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -6,6 +6,7 @@ from typing import Any
 
 from glm53.chat.deltas import ContentDelta, ReasoningDelta, ToolCall
 from glm53.chat.stream import StreamingParser
+from glm53.chat.tags import THINK_CLOSE, THINK_OPEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +46,9 @@ def parse(
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     return ParsedMessage(reasoning or None, content or None, tuple(parser.tool_calls))
+
+
+def ends_in_reasoning(prompt: str) -> bool:
+    """Returns whether a rendered prompt ends within an assistant's reasoning."""
+    turn = prompt.rpartition("<|assistant|>")[2]
+    return turn.startswith(THINK_OPEN) and THINK_CLOSE not in turn
