@@ -27,7 +27,7 @@ STRING: Types = frozenset({"string"})
 
 _CYCLE: Types = frozenset()
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_MAX_VISITS = 10_000  # Schemas looked at for one argument: references can multiply without end.
+_MAX_VISITS = 1_000  # Schemas looked at for one argument: references can multiply without end.
 
 
 class ArgumentTypes:

@@ -25,8 +25,8 @@ Decisions, where the format or SGLang 0.5.23 and vLLM 0.33.0 leave a choice:
   content.
 * A value ends with `</arg_value>`, so it may hold other tags, and even calls. Where `</tool_call>`
   or a call stands in it, the model may as well have left the `</arg_value>` out. What follows
-  decides: an `</arg_value>` that closes no later `<arg_value>` makes all of it the value; if the
-  output ends without one, the value ended there.
+  decides: an `</arg_value>` with `<arg_key>` or `</tool_call>` behind it, which closes no later
+  `<arg_value>`, makes all of it the value; if the output ends without one, the value ended there.
 
 Strings are emitted as they grow, other arguments with their closing tag. Only what may still be
 read in two ways waits: part of a tag, a name, a key, and a value behind a doubtful end.
@@ -111,6 +111,7 @@ class StreamingParser:
         self._streams = False  # Whether the open value is a string, emitted as it stands.
         self._doubtful: list[str] = []  # Text and tags of a value from its doubtful end.
         self._depth = 0  # Values opened and not closed in there.
+        self._may_close = False  # Whether its last tag is an </arg_value>, to be told by the next.
         self._goes_on: bool | None = None  # Whether the open value does, once the output has ended.
 
     def push(self, text: str) -> list[Delta]:
@@ -135,8 +136,10 @@ class StreamingParser:
     def finish(self) -> list[Delta]:
         """Returns what the end of the output settles. The parser takes nothing after it."""
         self._take_text(self._buffer)
-        if self._state is _State.DOUBT:
+        if self._state is _State.DOUBT and not (self._may_close and not self._depth):
             self._read_again()
+        if self._state is _State.DOUBT:
+            self._go_on()
         if self._state is _State.NAME:
             self._reject_name()
         if self.tool_calls and not self.tool_calls[-1].complete:
@@ -190,6 +193,7 @@ class StreamingParser:
                 self._add_to_value(text)
             case _State.DOUBT:
                 self._doubtful.append(text)
+                self._may_close &= text.isspace()
 
     def _take_tag(self, tag: str) -> None:
         """Handles a tag; one that means nothing here is text."""
@@ -326,25 +330,37 @@ class StreamingParser:
 
     def _doubt(self, doubtful: list[str]) -> None:
         """Waits for what tells whether a value goes on behind its doubtful end."""
-        self._doubtful, self._depth, self._state = doubtful, 0, _State.DOUBT
+        self._doubtful, self._state = doubtful, _State.DOUBT
+        self._depth, self._may_close = 0, False
 
     def _resolve(self, tag: str) -> None:
         """Takes a tag behind the doubtful end of a value, which may decide that it goes on."""
-        if tag == VALUE_CLOSE and not self._depth:
-            self._state = _State.VALUE
-            self._take_text("".join(self._doubtful))
-            self._end_value()
+        closes = self._may_close and tag in _BEHIND_VALUE
+        if closes and not self._depth:
+            self._go_on()
+            self._take_tag(tag)
             return
+        self._depth += (tag == VALUE_OPEN) - closes
         self._doubtful.append(tag)
-        self._depth += _DEPTH.get(tag, 0)
+        self._may_close = tag == VALUE_CLOSE
+
+    def _go_on(self) -> None:
+        """Takes a value's doubtful end for text of the value, which the last tag closes."""
+        place = len(self._doubtful) - self._doubtful[::-1].index(VALUE_CLOSE)
+        self._state = _State.VALUE
+        self._take_text("".join(self._doubtful[: place - 1]))
+        self._end_value()
+        self._take_text("".join(self._doubtful[place:]))
 
     def _read_again(self) -> None:
         """Takes a value's doubtful end for its end: the output is over, and nothing closed it."""
-        tokens, lowest, goes_on = self._doubtful, 0, []
+        tokens, lowest, goes_on, following = self._doubtful, 0, [], CALL_CLOSE
         for token in reversed(tokens):
             # A value goes on behind a token if a later tag closes one more than are opened.
             goes_on.append(lowest < 0)
-            lowest = min(0, lowest + _DEPTH.get(token, 0))
+            closes = token == VALUE_CLOSE and following in _BEHIND_VALUE
+            lowest = min(0, lowest + (token == VALUE_OPEN) - closes)
+            following = following if token.isspace() else token
         self._state = _State.VALUE
         for token, self._goes_on in zip(tokens, reversed(goes_on), strict=True):
             self._take_tag(token)
@@ -359,7 +375,8 @@ class StreamingParser:
         self._deltas.append(ToolCallDelta(len(self.tool_calls) - 1, name, arguments))
 
 
-_DEPTH = {VALUE_OPEN: 1, VALUE_CLOSE: -1}
+_BEHIND_VALUE = (KEY_OPEN, CALL_CLOSE)
+"""Tags that follow a whole value; the end of the output may stand for one."""
 
 
 @functools.cache

@@ -314,11 +314,14 @@ def call_text(call: tuple[str, dict[str, str]]) -> str:
     return f"<tool_call>{name}{''.join(pairs)}</tool_call>"
 
 
+HELD = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "</think>", "no_such"]
+# An </arg_value> that no tag of a call follows: else it may end the value that all before it is in.
+STRAY = [*HELD, "<arg_value>", "</arg_value>x"]
 BROKEN_OFF = st.builds(lambda call, place: call_text(call)[:place], CALLS, st.integers(0, 80))
 
 
 @given(
-    parts=st.lists(WORDS | CALLS | BROKEN_OFF | st.sampled_from(["<tool_call>", "</think>"])),
+    parts=st.lists(WORDS | CALLS | BROKEN_OFF | st.sampled_from(STRAY)),
     reasoning=st.booleans(),
 )
 def test_malformed_output_costs_no_call(parts: list[Any], reasoning: bool) -> None:
@@ -327,9 +330,6 @@ def test_malformed_output_costs_no_call(parts: list[Any], reasoning: bool) -> No
     found = parse(text, STRING_TOOLS, starts_in_reasoning=reasoning).tool_calls
     made = iter((call.name, call.arguments) for call in found if call.complete)
     assert all(part in made for part in parts if not isinstance(part, str))
-
-
-HELD = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "</think>", "no_such"]
 
 
 @given(
@@ -397,6 +397,19 @@ def test_value_without_an_end() -> None:
             assert message.tool_calls[0] == ToolCall("typed", {key: value})
             assert len(message.tool_calls) == calls
             assert message.content == (rest if calls == 1 else None)
+
+
+def test_stray_end_of_a_value() -> None:
+    """A tag that ends no value, which makes calls before it the text of an unclosed one."""
+    text = f"</think><tool_call>typed<arg_key>s</arg_key><arg_value>1{OSLO}{OSLO}"
+    for stray in ("x</arg_value>x", "x</arg_value> <tool_call>", "</arg_value></arg_value>x"):
+        message = parse(text + stray, TOOLS)
+        assert len(message.tool_calls) == 3
+        assert message.content == stray
+    for end in ("</arg_value>", "</arg_value> </tool_call>", "x</arg_value>x</arg_value>"):
+        (call,) = parse(text + end, TOOLS).tool_calls
+        assert call.arguments == {"s": f"1{OSLO}{OSLO}{end.rpartition('</arg_value>')[0]}"}
+        assert call.complete == ("</tool_call>" in end)
 
 
 def test_values_within_values_without_end() -> None:
