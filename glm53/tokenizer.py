@@ -6,6 +6,9 @@ Decisions:
 * Streaming works on bytes. A byte-level token is a fixed byte string, so a token's text follows
   from those bytes and a UTF-8 decoder that keeps the bytes of an unfinished character, at a cost
   that does not depend on what came before.
+* The tags of the chat format, such as `<think>`, are text, whatever the tokenizer marks: they say
+  which part of an output is what, so leaving special tokens out leaves them in. Those that end a
+  turn, such as `<|user|>`, are special tokens.
 """
 
 import codecs
@@ -16,6 +19,8 @@ from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
+
+from glm53.chat.tags import OUTPUT_TAGS
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -56,7 +61,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            if token.special and token.content not in OUTPUT_TAGS
         )
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
 
@@ -116,10 +121,12 @@ class Tokenizer:
 
         Args:
             ids: Token ids; one outside the vocabulary, such as a padded one, stands for nothing.
-            skip_special_tokens: Leave out the tokens marked as special. The thinking and tool
-                tags are ordinary added tokens where the checkpoint does not mark them.
+            skip_special_tokens: Leave out the tokens marked as special, but for the tags of the
+                chat format.
         """
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            ids = [token_id for token_id in ids if token_id not in self._special_ids]
+        return self._backend.decode(ids, skip_special_tokens=False)
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a vocabulary entry or added token, None if there is no such token."""
@@ -166,19 +173,87 @@ class IncrementalDetokenizer:
     The pieces of `push`, then the piece of `flush`, joined equal `Tokenizer.decode` of all ids.
     After any push, the text so far is the decoding of the ids so far, less what an unfinished last
     character decodes to: U+FFFD, or two of them for the start of a surrogate, which is no valid
-    character. After `flush` the object can take another output.
+    character. After `flush` the object can take another output, of the same prompt.
+
+    A prompt of ids may end within a character. An output that goes on with it has the whole
+    character; of one that does not, the prompt's part is not in the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        """Starts with no ids; the arguments are those of `Tokenizer.decode`."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        """Starts with no ids.
+
+        Args:
+            tokenizer: The tokenizer.
+            skip_special_tokens: As for `Tokenizer.decode`.
+            prompt_ids: Token ids that the output follows.
+        """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._prompt_end = self._before = _unfinished_character(tokenizer, prompt_ids)
 
     def push(self, token_id: int) -> str:
         """Returns the text that the token completes, which may be empty."""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id, self._skip_special_tokens))
+        data = self._tokenizer.token_bytes(token_id, self._skip_special_tokens)
+        if self._before and data:
+            if _is_continued(self._before, data):
+                data = self._before + data
+            self._before = b""
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
         """Returns what is held back at the end: empty, or U+FFFD of an unfinished character."""
+        self._before = self._prompt_end
         return self._utf8.decode(b"", final=True)
+
+
+def decode_prompt(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    skip_special_tokens: bool = True,
+) -> str:
+    """Returns the text of a prompt, special tokens included, that an output's text follows.
+
+    It is without the prompt's unfinished last character if the output goes on with that.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompt_ids: The prompt.
+        output_ids: The output.
+        skip_special_tokens: Whether the output's text is without special tokens.
+    """
+    end = _unfinished_character(tokenizer, prompt_ids)
+    text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
+    following = (tokenizer.token_bytes(token_id, skip_special_tokens) for token_id in output_ids)
+    first = next((data for data in following if data), b"")
+    if end and first and _is_continued(end, first):
+        return text.removesuffix(end.decode(errors="replace"))
+    return text
+
+
+def _unfinished_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
+    """Returns the bytes of the character that ids end within, empty if they end with one."""
+    data = b""
+    for token_id in reversed(ids):
+        data = tokenizer.token_bytes(token_id, skip_special_tokens=False) + data
+        if len(data) >= 4:
+            break
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]
+
+
+def _is_continued(start: bytes, data: bytes) -> bool:
+    """Returns whether bytes go on with the character that others start."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start + data[:1])
+    except UnicodeDecodeError:
+        return False
+    return True

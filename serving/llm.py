@@ -171,6 +171,8 @@ class LLM:
         sampling_params: Params = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
         on_error: OnError = "raise",
@@ -178,16 +180,19 @@ class LLM:
         """Continues conversations with the assistant's next turn.
 
         Args:
-            messages: one conversation or several; see `glm53.chat.render`.
+            messages: one conversation or several; see `glm53.chat.read_messages`.
             sampling_params: as for `generate`.
             tools: tools that the assistant may call.
+            add_generation_prompt: open the assistant's next turn.
+            continue_final_message: go on with the last message instead; needs
+                `add_generation_prompt=False`.
             chat_template_kwargs: further options of `glm53.chat.render`, such as
                 `reasoning_effort`, or `model` for an earlier model's format.
             use_tqdm: as for `generate`.
             on_error: as for `generate`.
 
         Returns:
-            One output a conversation; `glm53.chat.parse` splits its text.
+            One output a conversation; `glm53.chat.parse`, given the same `tools`, splits its text.
 
         Raises:
             ValueError, TypeError: a message or parameter is refused. Nothing has been computed
@@ -200,6 +205,8 @@ class LLM:
             {
                 "messages": conversation,
                 "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
                 "chat_template_kwargs": chat_template_kwargs,
             }
             for conversation in ([messages] if one else messages)

@@ -20,8 +20,11 @@ class OutputText:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens, prompt_ids=prompt_ids
+        )
         self._stop, self._include_stop = stop, include_stop
         self._held = ""
         self.text = ""

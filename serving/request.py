@@ -108,6 +108,16 @@ class Continuation:
     def output(self, index: int) -> CompletionOutput:
         """What there is so far."""
         wanted = self.params.logprobs is not None
+        if self.params.max_tokens == 0:
+            return CompletionOutput(
+                index=index,
+                text="",
+                token_ids=[],
+                cumulative_logprob=0.0 if wanted else None,
+                logprobs=[] if wanted else None,
+                finish_reason="length" if self.finish_reason == "stop" else self.finish_reason,
+                stop_reason=None,
+            )
         chosen = (
             [
                 entry[token].logprob

@@ -17,7 +17,10 @@ from serving.sampling.state import SlotSampling
 from serving.sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any]
-"""Text, or a dict with `prompt`, `prompt_token_ids`, or `messages` with `tools` and options."""
+"""Text, or a dict with `prompt`, `prompt_token_ids`, or `messages` and what `LLM.chat` takes."""
+
+_ENDS = {"add_generation_prompt": True, "continue_final_message": False}
+"""Fields that say how a conversation's text ends, with their defaults."""
 
 _BEYOND_GREEDY = {
     "repetition_penalty": 1,
@@ -78,7 +81,8 @@ class RequestReader:
         params = params.filled(self.generation_config.sampling)
         self._check_ids(token_ids, params)
         room = self.max_model_len - len(token_ids)
-        if room < 1:
+        needed = 0 if params.max_tokens == 0 else 1
+        if room < needed:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, which leaves no room for output within "
                 f"max_model_len {self.max_model_len}"
@@ -89,9 +93,11 @@ class RequestReader:
                 f"min_tokens {params.min_tokens} is more than the {max_tokens} tokens for which "
                 f"max_tokens and max_model_len {self.max_model_len} leave room"
             )
-        self._check_pages(len(token_ids), max_tokens, params)
+        # Without output a token is sampled all the same; no row is written for it.
+        num_sampled = max(max_tokens, 1)
+        self._check_pages(len(token_ids), num_sampled, params)
         parts = [
-            self._continuation(token_ids, _numbered(params, number), max_tokens, priority)
+            self._continuation(token_ids, _numbered(params, number), num_sampled, priority)
             for number in range(params.n)
         ]
         encoded = None
@@ -181,6 +187,7 @@ class RequestReader:
                 stop=tuple(params.stop or ()),
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                prompt_ids=token_ids,
             )
         stop_ids = self._stop_ids(params)
         return Continuation(
@@ -226,14 +233,26 @@ class RequestReader:
 
 
 def _render(prompt: Mapping[str, Any]) -> str:
-    unknown = set(prompt) - {"messages", "tools", "chat_template_kwargs"}
+    """The text of a conversation."""
+    unknown = set(prompt) - {"messages", "tools", "chat_template_kwargs", *_ENDS}
     if unknown:
         raise ValueError(f"the conversation has unknown field {min(unknown, key=str)!r}")
     options = prompt.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, got {type(options).__name__}")
-    options = {"add_generation_prompt": True, **options}
-    return chat.render(prompt["messages"], prompt.get("tools"), **options)
+    ends = {name: prompt.get(name, default) for name, default in _ENDS.items()}
+    for name, value in ends.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be true or false, got {value!r}")
+        if options.get(name, value) != value:
+            raise ValueError(
+                f"chat_template_kwargs.{name} {options[name]!r} contradicts {name} {value}"
+            )
+    for name in ("messages", "tools"):
+        if name in options:
+            raise ValueError(f"chat_template_kwargs.{name} is not supported: pass {name}")
+    messages = chat.read_messages(prompt["messages"])
+    return chat.render(messages, prompt.get("tools"), **{**options, **ends})
 
 
 def _numbered(params: SamplingParams, number: int) -> SamplingParams:

@@ -46,7 +46,8 @@ class SamplingParams:
         include_stop_str_in_output: leave the stop text, or the stop token's text, in the text.
         ignore_eos: go on past end-of-sequence ids.
         min_tokens: tokens to generate before anything ends the output.
-        max_tokens: most tokens to generate; None is up to the model's length limit.
+        max_tokens: most tokens to generate; None is up to the model's length limit, and 0 gives
+            the prompt's log-probabilities alone.
         logprobs: log-probabilities to return for each output token: that many best and the token
             itself, before penalties and temperature; -1 is the whole vocabulary.
         prompt_logprobs: the same for each prompt token.
@@ -126,7 +127,7 @@ class SamplingParams:
             ("top_k", -1),
             ("n", 1),
             ("min_tokens", 0),
-            ("max_tokens", 1),
+            ("max_tokens", 0),
             ("logprobs", -1),
             ("prompt_logprobs", -1),
             ("seed", -(2**63)),

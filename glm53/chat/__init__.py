@@ -1,15 +1,11 @@
 """The chat format: conversations to prompts, and outputs back to messages."""
 
-from glm53.chat.parse import ParsedMessage, parse
-from glm53.chat.render import TEMPLATES, Template, render
-from glm53.chat.stream import (
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-    StreamingParser,
-    ToolCall,
-    ToolCallDelta,
-)
+from glm53.chat.deltas import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
+from glm53.chat.messages import read_messages
+from glm53.chat.parse import ParsedMessage, ends_in_reasoning, parse
+from glm53.chat.render import render
+from glm53.chat.stream import StreamingParser
+from glm53.chat.templates import TEMPLATES, Template
 
 __all__ = [
     "TEMPLATES",
@@ -21,6 +17,8 @@ __all__ = [
     "Template",
     "ToolCall",
     "ToolCallDelta",
+    "ends_in_reasoning",
     "parse",
+    "read_messages",
     "render",
 ]

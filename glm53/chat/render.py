@@ -13,57 +13,16 @@ Decisions, where public descriptions of the official templates are silent or dis
   not have) is dropped with a logged warning. A tool reference to no known tool is an error.
 """
 
-import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from glm53.chat.templates import TEMPLATES
 from glm53.chat.tools import check_tools, tool_function
 
 logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Template:
-    """What sets the prompt format of one model apart.
-
-    Attributes:
-        effort_levels: Values of `reasoning_effort` that are honoured; any other means Max. Empty:
-            the prompt has no effort line.
-        clear_thinking: Value of the option `clear_thinking` when it is not given.
-        thinking_off: What a generation prompt ends in with thinking off, None if it is always on.
-        empty_thinking: What stands for reasoning that is absent or cleared.
-        empty_thinking_now: The same in turns after the last user message, with thinking on.
-        strip_reasoning: Whether reasoning loses the whitespace around it.
-        unwrap_tools: Whether a tool is written as its `function`, without the keys that are no
-            concern of the model and without tools whose loading is deferred; else as it was given.
-    """
-
-    effort_levels: tuple[str, ...] = ()
-    clear_thinking: bool = True
-    thinking_off: str | None = "</think>"
-    empty_thinking: str = "</think>"
-    empty_thinking_now: str = "<think></think>"
-    strip_reasoning: bool = False
-    unwrap_tools: bool = True
-
-
-TEMPLATES = {
-    "glm-5.3": Template(
-        effort_levels=("low", "high"),
-        clear_thinking=False,
-        thinking_off=None,
-        empty_thinking="<think></think>",
-    ),
-    "glm-5.2": Template(
-        effort_levels=("high",),
-        thinking_off="<think></think>",
-        empty_thinking="<think></think>",
-    ),
-    "glm-5.1": Template(),
-    "glm-5": Template(empty_thinking_now="</think>", strip_reasoning=True, unwrap_tools=False),
-}
 
 _TOOLS_HEAD = """<|system|>
 # Tools
@@ -97,6 +56,7 @@ def render(
     *,
     model: str = "glm-5.3",
     add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
     reasoning_effort: Any = None,
     clear_thinking: Any = None,
     enable_thinking: Any = None,
@@ -110,11 +70,14 @@ def render(
     Args:
         messages: Objects with a `role` (system, user, assistant or tool) and a `content` (string,
             null, or a list of strings and part objects). Assistant messages may have
-            `reasoning_content` and `tool_calls`, whose arguments are objects: a JSON string, as
-            the OpenAI API has it, must be decoded first. Tool messages may have `tool_call_id`.
+            `reasoning_content` and `tool_calls`, whose arguments are objects. Tool messages may
+            have `tool_call_id`. `read_messages` makes them of the forms that the OpenAI API has.
         tools: Tool definitions, see `check_tools`.
         model: A key of `TEMPLATES`.
         add_generation_prompt: Whether to open the assistant's next turn.
+        continue_final_message: Whether the model is to go on with the last message, in its content
+            or, if it is an assistant's without content, in its reasoning. It may have no tool calls
+            and be no tool's.
         reasoning_effort: One of the model's effort levels; anything else means the highest.
         clear_thinking: Whether to leave out the reasoning of turns before the last user message;
             a bool, or None for what the model's template has.
@@ -123,8 +86,8 @@ def render(
         **unknown: Refused.
 
     Raises:
-        ValueError: An unknown model or option, or a malformed message or tool; the message has
-            its index and field.
+        ValueError: An unknown model or option, options that contradict each other, or a malformed
+            message or tool; the message has its index and field.
     """
     if unknown:
         raise ValueError(f"unknown option of the chat template: {', '.join(sorted(unknown))}")
@@ -134,6 +97,11 @@ def render(
     for option, value in (("clear_thinking", clear_thinking), ("enable_thinking", enable_thinking)):
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{option}: expected a bool, got {value!r}")
+    if add_generation_prompt and continue_final_message:
+        raise ValueError(
+            "add_generation_prompt and continue_final_message are both true: the model begins a "
+            "turn or continues one"
+        )
     if enable_thinking is not None and template.thinking_off is None:
         logger.warning("enable_thinking is ignored: %s always thinks", model)
     if reasoning_effort is not None and not template.effort_levels:
@@ -147,6 +115,8 @@ def render(
     tools = check_tools(tools)
     roles = [_role(message, f"messages[{index}]") for index, message in enumerate(messages)]
     last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
+    if continue_final_message:
+        _check_open_end(messages, roles)
 
     prompt = ["[gMASK]<sop>"]
     if template.effort_levels and thinking:
@@ -163,7 +133,10 @@ def render(
             if index > last_user and thinking:
                 empty = template.empty_thinking_now
             keep = index > last_user or not clear_thinking
-            prompt.append(_assistant(message, where, empty, keep, template.strip_reasoning))
+            turn = _assistant(message, where, empty, keep, template.strip_reasoning)
+            if continue_final_message and index == len(messages) - 1:
+                turn = _open_end(message, turn, opening)
+            prompt.append(turn)
         elif role == "tool":
             if index == 0 or roles[index - 1] != "tool":
                 prompt.append(_observation(messages, roles, index, tools))
@@ -277,6 +250,26 @@ def _assistant(message: Mapping[str, Any], where: str, empty: str, keep: bool, s
     return f"<|assistant|>{thinking}{content.strip()}{calls}"
 
 
+def _check_open_end(messages: Sequence[Any], roles: Sequence[str]) -> None:
+    """Refuses a last message that cannot be continued."""
+    if not roles or roles[-1] not in ("system", "user", "assistant"):
+        last = repr(roles[-1]) if roles else "missing"
+        raise ValueError(f"continue_final_message: the last message is {last}, not open at its end")
+    if messages[-1].get("tool_calls"):
+        raise ValueError(
+            f"continue_final_message: messages[{len(messages) - 1}].tool_calls end the message"
+        )
+
+
+def _open_end(message: Mapping[str, Any], turn: str, opening: str) -> str:
+    """Returns an assistant's turn so that the model goes on with it."""
+    if message.get("content") is not None:
+        return turn
+    if message.get("reasoning_content"):
+        return turn.removesuffix("</think>")
+    return f"<|assistant|>{opening}"
+
+
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Returns the tool calls of an assistant message, each with its place."""
     calls: Any = message.get("tool_calls") or ()
@@ -299,7 +292,7 @@ def _tool_call(call: Mapping[str, Any], where: str) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"{where}.name: expected a string that is not empty")
     if not isinstance(arguments, Mapping):
-        hint = "; decode the JSON first" if isinstance(arguments, str) else ""
+        hint = "; see read_messages" if isinstance(arguments, str) else ""
         raise ValueError(
             f"{where}.arguments: expected an object, got {type(arguments).__name__}{hint}"
         )

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm53.chat import ParsedMessage, ToolCall, parse
+from glm53.chat import ParsedMessage, ToolCall, ends_in_reasoning, parse
 from glm53.tokenizer import Tokenizer
 from serving.openai_protocol.common import (
     APIRequest,
@@ -22,7 +22,6 @@ from serving.openai_protocol.common import (
     token_text,
     usage,
 )
-from serving.openai_protocol.messages import read_messages
 from serving.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.sampling_params import MAX_LOGPROBS
 
@@ -32,17 +31,17 @@ _FIELDS = (
     "tool_choice",
     "max_completion_tokens",
     "top_logprobs",
+    "add_generation_prompt",
+    "continue_final_message",
     "reasoning_effort",
     "chat_template_kwargs",
 )
 # The model cannot be held to a single call.
 _LIMITED: Mapping[str, tuple[Any, ...]] = {"parallel_tool_calls": (True,)}
-# The rest of the template's options are checked by `glm53.chat.render`.
-_NO_TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt")
 
 
 def read_chat_request(body: Any, served_model_names: Sequence[str]) -> APIRequest:
-    """Understands a body.
+    """Understands a body, but for its conversation, which is read as all conversations are.
 
     Args:
         body: the decoded JSON.
@@ -62,10 +61,13 @@ def read_chat_request(body: Any, served_model_names: Sequence[str]) -> APIReques
         prompt_logprobs=read_prompt_logprobs(fields),
     )
     prompt = {
-        "messages": read_messages(fields.get("messages")),
+        "messages": fields.get("messages"),
         "tools": tools,
         "chat_template_kwargs": _template_options(fields),
     }
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in fields:
+            prompt[name] = read_bool(fields, name)
     return APIRequest([prompt], params, ChatResponder(model=model, tools=tools).body)
 
 
@@ -102,9 +104,6 @@ def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     options = fields.get("chat_template_kwargs", {})
     if not isinstance(options, Mapping):
         raise RequestError(f"chat_template_kwargs must be an object, got {reprlib.repr(options)}")
-    for name in _NO_TEMPLATE_OPTIONS:
-        if name in options:
-            raise RequestError(f"chat_template_kwargs.{name} is not supported")
     effort = fields.get("reasoning_effort", options.get("reasoning_effort"))
     if effort is None:
         return dict(options)
@@ -136,8 +135,7 @@ class ChatResponder:
     ) -> dict[str, Any]:
         """The body of a response; see `Respond`."""
         (output,) = outputs
-        # Without thinking, which an earlier model's template can switch off, there is no such end.
-        starts_in_reasoning = (output.prompt or "").endswith("<think>")
+        starts_in_reasoning = ends_in_reasoning(output.prompt or "")
         choices = [
             self._choice(part, tokenizer, f"{unique}{part.index:03d}", starts_in_reasoning)
             for part in output.outputs

@@ -180,11 +180,10 @@ def read_prompt_logprobs(fields: Mapping[str, Any]) -> int | None:
     return read_int(fields, "prompt_logprobs", 0, MAX_LOGPROBS)
 
 
-def usage(outputs: Sequence[RequestOutput], *, count_output: bool = True) -> dict[str, int]:
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     """Tokens of prompts, each counted once, and of their continuations."""
     read = sum(len(output.prompt_token_ids) for output in outputs)
     written = sum(len(part.token_ids) for output in outputs for part in output.outputs)
-    written = written if count_output else 0
     return {
         "prompt_tokens": read,
         "completion_tokens": written,

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from glm53.tokenizer import IncrementalDetokenizer, Tokenizer
+from glm53.tokenizer import IncrementalDetokenizer, Tokenizer, decode_prompt
 from serving.openai_protocol.common import (
     APIRequest,
     RequestError,
@@ -35,8 +35,7 @@ _LIMITED: Mapping[str, tuple[Any, ...]] = {"suffix": (), "best_of": (1,)}
 def read_completion_request(body: Any, served_model_names: Sequence[str]) -> APIRequest:
     """Understands a body.
 
-    `max_tokens` 0 needs `echo`: the prompt and its log-probabilities are the answer then. One token
-    is generated all the same, and left out.
+    `max_tokens` 0 needs `echo`: the prompt and its log-probabilities are the answer then.
 
     Args:
         body: the decoded JSON.
@@ -63,7 +62,7 @@ def read_completion_request(body: Any, served_model_names: Sequence[str]) -> API
         raise RequestError("max_tokens must be at least 1 without echo, got 0")
     params = read_sampling(
         fields,
-        max_tokens=max(max_tokens, 1),
+        max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
@@ -71,7 +70,6 @@ def read_completion_request(body: Any, served_model_names: Sequence[str]) -> API
         model=model,
         echo=echo,
         with_logprobs=logprobs is not None,
-        with_output=max_tokens > 0,
         skip_special_tokens=params.skip_special_tokens,
     )
     return APIRequest(_prompts(fields.get("prompt")), params, responder.body)
@@ -104,14 +102,12 @@ class CompletionResponder:
         model: the name that the request gave the model.
         echo: put the prompt before each continuation.
         with_logprobs: give log-probabilities.
-        with_output: give what was generated.
         skip_special_tokens: whether special tokens are left out of the output's text.
     """
 
     model: str
     echo: bool
     with_logprobs: bool
-    with_output: bool
     skip_special_tokens: bool
 
     def body(
@@ -125,7 +121,7 @@ class CompletionResponder:
             "created": created,
             "model": self.model,
             "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
-            "usage": usage(outputs, count_output=self.with_output),
+            "usage": usage(outputs),
         }
 
     def _choice(
@@ -135,13 +131,15 @@ class CompletionResponder:
         if self.echo and output.prompt is not None:
             echoed = output.prompt
         elif self.echo:
-            echoed = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
-        text = echoed + (part.text if self.with_output else "")
+            echoed = decode_prompt(
+                tokenizer, output.prompt_token_ids, part.token_ids, self.skip_special_tokens
+            )
+        text = echoed + part.text
         choice = {
             "text": text,
             "logprobs": None,
-            "finish_reason": part.finish_reason if self.with_output else "length",
-            "stop_reason": part.stop_reason if self.with_output else None,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
         }
         if self.with_logprobs:
             choice["logprobs"] = self._logprobs(output, part, tokenizer, len(echoed), len(text))
@@ -172,13 +170,15 @@ class CompletionResponder:
         if self.echo:
             token_ids += output.prompt_token_ids
             entries += output.prompt_logprobs or ()
-            offsets += _offsets(tokenizer, output.prompt_token_ids, skip_special_tokens=False)
-        if self.with_output:
-            token_ids += part.token_ids
-            entries += part.logprobs or ()
-            within = _offsets(tokenizer, part.token_ids, self.skip_special_tokens)
-            # What stopped the output has tokens, but no text.
-            offsets += [min(start + offset, end) for offset in within]
+            offsets += _offsets(IncrementalDetokenizer(tokenizer, False), output.prompt_token_ids)
+        token_ids += part.token_ids
+        entries += part.logprobs or ()
+        detokenizer = IncrementalDetokenizer(
+            tokenizer, self.skip_special_tokens, prompt_ids=output.prompt_token_ids
+        )
+        within = _offsets(detokenizer, part.token_ids)
+        # What stopped the output has tokens, but no text.
+        offsets += [min(start + offset, end) for offset in within]
         return {
             "tokens": [token_text(tokenizer, token) for token in token_ids],
             "token_logprobs": [
@@ -199,11 +199,9 @@ def _parts(
             yield output, part
 
 
-def _offsets(
-    tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool
-) -> list[int]:
+def _offsets(detokenizer: IncrementalDetokenizer, token_ids: Sequence[int]) -> list[int]:
     """How many characters are complete before each token."""
-    detokenizer, length, offsets = IncrementalDetokenizer(tokenizer, skip_special_tokens), 0, []
+    length, offsets = 0, []
     for token in token_ids:
         offsets.append(length)
         length += len(detokenizer.push(token))

@@ -1,3 +1,5 @@
+import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,7 +20,6 @@ from glm53.chat import (
     ToolCallDelta,
     parse,
 )
-from glm53.chat.tools import decode_argument
 
 DATA = Path(__file__).parent.parent / "data" / "chat"
 CASES = [json.loads(line) for line in (DATA / "parse_cases.jsonl").read_text("utf-8").splitlines()]
@@ -50,8 +51,38 @@ READINGS: dict[str, str | dict[str, Any]] = {
     "param_not_in_schema": "expected",
     # Without tools there are no calls; with them a call whose name is complete is one.
     "no_tools_given": "expected",
-    "unterminated_call": "vllm",
-    "unterminated_after_complete": "vllm",
+    "unterminated_call": {
+        "reasoning": "r",
+        "content": "Going.",
+        "tool_calls": [{"name": "get_weather", "arguments": {"city": "Os"}}],
+    },
+    "unterminated_after_complete": {
+        "reasoning": "r",
+        "content": "<arg_key>city</arg_key>",
+        "tool_calls": [
+            {"name": "now", "arguments": {}},
+            {"name": "get_weather", "arguments": {}},
+        ],
+    },
+}
+
+# Of malformed outputs both readings lose text, and in one case a call: the fields that differ here.
+KEPT: dict[str, dict[str, Any]] = {
+    "unknown_tool": {
+        "content": "pre <tool_call>no_such_tool<arg_key>a</arg_key><arg_value>1</arg_value>"
+        "</tool_call> post"
+    },
+    "unknown_and_known_tool": {"content": "<tool_call>no_such_tool</tool_call>"},
+    "missing_value": {"content": "<arg_key>city</arg_key>"},
+    "missing_arg_value_close": {
+        "tool_calls": [{"name": "get_weather", "arguments": {"city": "Oslo"}}]
+    },
+    "empty_name": {"content": "<tool_call></tool_call>rest"},
+    "open_tag_twice": {
+        "content": "<tool_call>",
+        "tool_calls": [{"name": "now", "arguments": {}}],
+    },
+    "text_between_args": {"content": " and"},
 }
 
 
@@ -78,12 +109,22 @@ def joined(deltas: Iterable[Delta]) -> dict[str, Any]:
                 arguments[index] += text
     calls = []
     for name, text in zip(names, arguments, strict=True):
-        try:
-            calls.append({"name": name, "arguments": json.loads(text)})
-        except ValueError:
-            whole = text + "}" if text else "{}"
-            calls.append({"name": name, "arguments": json.loads(whole), "complete": False})
+        decoded, complete = completed(text)
+        calls.append({"name": name, "arguments": decoded} | ({} if complete else CUT))
     return {"reasoning": reasoning, "content": content, "tool_calls": calls}
+
+
+CUT = {"complete": False}
+
+
+def completed(arguments: str, **options: Any) -> tuple[Any, bool]:
+    """Returns the arguments in JSON text that may be cut short, and whether it is not."""
+    for end in ("", "}", '"}'):
+        with contextlib.suppress(ValueError):
+            return json.loads(arguments + end if arguments else "{}", **options), not end and bool(
+                arguments
+            )
+    raise AssertionError(f"{arguments!r} begins no JSON object")
 
 
 def stream(pieces: Iterable[str], tools: list[Any] | None, **options: Any) -> Iterator[Delta]:
@@ -100,8 +141,7 @@ def whole(text: str, tools: list[Any] | None, **options: Any) -> dict[str, Any]:
     assert message.reasoning != ""
     assert message.content != ""
     calls = [
-        {"name": call.name, "arguments": call.arguments}
-        | ({} if call.complete else {"complete": False})
+        {"name": call.name, "arguments": call.arguments} | ({} if call.complete else CUT)
         for call in message.tool_calls
     ]
     return {
@@ -121,6 +161,7 @@ def test_golden(case: dict[str, Any]) -> None:
     """An output read otherwise than its decided reading."""
     reading = READINGS.get(case["id"], "expected")
     expected = case[reading] if isinstance(reading, str) else reading
+    expected = expected | KEPT.get(case["id"], {})
     found = whole(case["text"], case["tools"])
     for call in found["tool_calls"]:
         call.pop("complete", None)
@@ -202,15 +243,215 @@ def test_no_text_is_lost_without_tools(text: str) -> None:
     assert found["content"] == rest.partition("</think>")[2]
 
 
+STRINGS = {"additionalProperties": {"type": "string"}}
+STRING_TOOLS = [{"name": name, "parameters": STRINGS} for name in ("now", "typed", "typed_too")]
+
+
+def letters(text: str) -> collections.Counter[str]:
+    """Returns how often a text has each character but whitespace."""
+    return collections.Counter("".join(text.split()))
+
+
+def markup(calls: list[tuple[str, list[Any], bool]], ended: int, tags: str) -> str:
+    """Returns the text of calls apart from keys and values, `ended` values having an end tag."""
+    parts = [tags, "</arg_value>" * ended]
+    for name, pairs, complete in calls:
+        parts += ["<tool_call>", name, "<arg_key></arg_key><arg_value>" * len(pairs)]
+        parts += ["</tool_call>"] * complete
+    return "".join(parts)
+
+
+@given(pieces=split_outputs())
+def test_no_character_is_lost(pieces: list[str]) -> None:
+    """A character of a malformed output that is in no part of the message, or in two.
+
+    All arguments are strings here, which are verbatim; the deltas have those of repeated keys too.
+    """
+    text = "".join(pieces)
+    deltas = list(stream(pieces, STRING_TOOLS))
+    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+    content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+    calls: list[tuple[str, list[Any], bool]] = []
+    for _, group in itertools.groupby(
+        (delta for delta in deltas if isinstance(delta, ToolCallDelta)), lambda delta: delta.index
+    ):
+        parts = list(group)
+        arguments = "".join(part.arguments for part in parts)
+        pairs, complete = completed(arguments, object_pairs_hook=list)
+        assert parts[0].name is not None
+        calls.append((parts[0].name, pairs, complete))
+    strings = [string for _, pairs, _ in calls for pair in pairs for string in pair]
+    found = letters("".join([reasoning, content, *strings]))
+    expected = [
+        letters(markup(calls, ended, tags))
+        for ended in range(sum(len(pairs) for _, pairs, _ in calls) + 1)
+        for tags in ("", "<think>", "</think>", "<think></think>")
+    ]
+    assert letters(text) - found in expected
+    assert not found - letters(text)
+    rest = iter(text)
+    assert all(character in rest for character in reasoning + content), "out of order"
+    if not calls:
+        text = text.removeprefix("<think>")
+        assert text in (reasoning + content, f"{reasoning}</think>{content}")
+
+
+WORDS = st.lists(st.sampled_from(["a", "1", " ", "\n", "now", "<", ">", "</", '"', "é"])).map(
+    "".join
+)
+CALLS = st.tuples(
+    st.sampled_from(["now", "typed"]), st.dictionaries(st.sampled_from(["s", "k l"]), WORDS)
+)
+
+
+def call_text(call: tuple[str, dict[str, str]]) -> str:
+    """Returns a call as a model writes it."""
+    name, arguments = call
+    pairs = [
+        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
+        for key, value in arguments.items()
+    ]
+    return f"<tool_call>{name}{''.join(pairs)}</tool_call>"
+
+
+HELD = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "</think>", "no_such"]
+# An </arg_value> that no tag of a call follows: else it may end the value that all before it is in.
+STRAY = [*HELD, "<arg_value>", "</arg_value>x"]
+BROKEN_OFF = st.builds(lambda call, place: call_text(call)[:place], CALLS, st.integers(0, 80))
+
+
+@given(
+    parts=st.lists(WORDS | CALLS | BROKEN_OFF | st.sampled_from(STRAY)),
+    reasoning=st.booleans(),
+)
+def test_malformed_output_costs_no_call(parts: list[Any], reasoning: bool) -> None:
+    """A call that is lost, or merged with one before it that was broken off at any place."""
+    text = "".join(part if isinstance(part, str) else call_text(part) for part in parts)
+    found = parse(text, STRING_TOOLS, starts_in_reasoning=reasoning).tool_calls
+    made = iter((call.name, call.arguments) for call in found if call.complete)
+    assert all(part in made for part in parts if not isinstance(part, str))
+
+
+@given(
+    values=st.lists(
+        st.lists(WORDS | CALLS.map(call_text) | st.sampled_from(HELD)).map("".join), max_size=2
+    )
+)
+def test_strings_may_hold_calls(values: list[str]) -> None:
+    """A file with tags, or whole calls, that is cut, or whose calls are made."""
+    calls = [("typed", {"s": value, "k": value}) for value in values]
+    found = parse("</think>" + "".join(map(call_text, calls)), STRING_TOOLS)
+    assert [(call.name, call.arguments) for call in found.tool_calls] == calls
+    assert found.content is None
+
+
+OSLO = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
+
+
+@pytest.mark.parametrize("reasoning", [True, False])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "text <tool_call>",
+        "I will issue a <tool_call> now. ",
+        "<tool_call>now <tool_call>now.",
+        "<tool_call>no_such<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>",
+        "<tool_call></tool_call>",
+    ],
+)
+def test_text_with_tags_before_a_call(text: str, reasoning: bool) -> None:
+    """A mention of the tag that costs the call behind it, within reasoning or content."""
+    message = parse(text + OSLO, TOOLS, starts_in_reasoning=reasoning)
+    found = message.reasoning if reasoning else message.content
+    assert found == text if reasoning else found == text.rstrip()
+    assert message.tool_calls == (ToolCall("get_weather", {"city": "Oslo"}),)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ("<arg_key>i</arg_key><arg_value>1</arg_value>", None, {"i": 1}),
+        ("<arg_key>s</arg_key><arg_value>a", None, {"s": "a"}),
+        ("<arg_key>i</arg_key> <arg_value>1", "<arg_key>i</arg_key><arg_value>1", {}),
+        ("<arg_key>i</arg_", "<arg_key>i</arg_", {}),
+        ("<arg_key>i</arg_key>x", "<arg_key>i</arg_key>x", {}),
+    ],
+)
+def test_call_that_the_next_breaks_off(
+    text: str, content: str | None, arguments: dict[str, Any]
+) -> None:
+    """An unclosed call that takes the next one for its own text, or loses what it has."""
+    broken = ToolCall("typed", arguments, complete=False)
+    whole_call = ToolCall("get_weather", {"city": "Oslo"})
+    for rest, calls in (("", (broken,)), (OSLO, (broken, whole_call))):
+        message = parse(f"</think><tool_call>typed{text}{rest}", TOOLS)
+        assert (message.content, message.tool_calls) == (content, calls)
+
+
+def test_value_without_an_end() -> None:
+    """A call that is closed though its value is not, taken for open or left without the value."""
+    text = "</think><tool_call>typed<arg_key>{key}</arg_key><arg_value>1</tool_call>"
+    for key, value in (("s", "1"), ("i", 1)):
+        for rest, calls in ((" x", 1), (OSLO, 2)):
+            message = parse(text.replace("{key}", key) + rest, TOOLS)
+            assert message.tool_calls[0] == ToolCall("typed", {key: value})
+            assert len(message.tool_calls) == calls
+            assert message.content == (rest if calls == 1 else None)
+
+
+def test_stray_end_of_a_value() -> None:
+    """A tag that ends no value, which makes calls before it the text of an unclosed one."""
+    text = f"</think><tool_call>typed<arg_key>s</arg_key><arg_value>1{OSLO}{OSLO}"
+    for stray in ("x</arg_value>x", "x</arg_value> <tool_call>", "</arg_value></arg_value>x"):
+        message = parse(text + stray, TOOLS)
+        assert len(message.tool_calls) == 3
+        assert message.content == stray
+    for end in ("</arg_value>", "</arg_value> </tool_call>", "x</arg_value>x</arg_value>"):
+        (call,) = parse(text + end, TOOLS).tool_calls
+        assert call.arguments == {"s": f"1{OSLO}{OSLO}{end.rpartition('</arg_value>')[0]}"}
+        assert call.complete == ("</tool_call>" in end)
+
+
+def test_values_within_values_without_end() -> None:
+    """A model that repeats itself, which recursion would not survive."""
+    text = "</think>" + "<tool_call>typed<arg_key>s</arg_key><arg_value>" * 2000
+    calls = parse(text + OSLO, TOOLS).tool_calls
+    assert len(calls) == 2001
+    assert calls[-1] == ToolCall("get_weather", {"city": "Oslo"})
+
+
+def test_strings_are_emitted_as_they_grow() -> None:
+    """A file that a model writes, held back until its end."""
+    parser = StreamingParser(STRING_TOOLS)
+    parser.push("</think><tool_call>typed<arg_key>s</arg_key><arg_value>")
+    file = 'def f():\n\treturn "<tool_call> é"\n' * 20
+    sent = "".join(
+        delta.arguments
+        for character in file
+        for delta in parser.push(character)
+        if isinstance(delta, ToolCallDelta)
+    )
+    assert json.loads(f'"{sent}"') == file
+    assert parser.push("</arg_value></tool_call>") == [
+        ToolCallDelta(0, None, '"'),
+        ToolCallDelta(0, None, "}"),
+    ]
+    assert parser.tool_calls == [ToolCall("typed", {"s": file})]
+
+
 def test_arguments_are_emitted_one_by_one() -> None:
-    """A call that is held back until it is complete."""
+    """A call, or an argument of which part is known, that is held back until it is complete."""
     parser = StreamingParser(TOOLS)
     assert parser.push("r</think>x \n<tool_ca") == [ReasoningDelta("r"), ContentDelta("x")]
     assert parser.push("ll>typed") == []
     assert parser.push("<arg_key>s</arg_key>") == [ToolCallDelta(0, "typed", "")]
-    assert parser.push("<arg_value>1</arg_value") == []
-    assert parser.push(">") == [ToolCallDelta(0, None, '{"s": "1"')]
-    assert parser.push("<arg_key>i</arg_key><arg_value>2</arg_value></tool_call>") == [
+    assert parser.push("<arg_value>1</arg_value") == [
+        ToolCallDelta(0, None, '{"s": "'),
+        ToolCallDelta(0, None, "1"),
+    ]
+    assert parser.push(">") == [ToolCallDelta(0, None, '"')]
+    assert parser.push("<arg_key>i</arg_key><arg_value>2") == []
+    assert parser.push("</arg_value></tool_call>") == [
         ToolCallDelta(0, None, ', "i": 2'),
         ToolCallDelta(0, None, "}"),
     ]
@@ -237,27 +478,32 @@ def test_output_that_ends_in_a_call() -> None:
         # Of the tags that close reasoning, one is dropped after a call that ended it.
         ("r<tool_call>now</tool_call>b</think>c</think>d", "bc</think>d", [{}]),
         ("r</think><tool_call>now</tool_call>b</think>c", "b</think>c", [{}]),
-        # A call to no known tool goes, unless it turns out to be no call.
-        ("</think>a<tool_call>no<arg_key>x</arg_key></tool_call>b", "ab", []),
-        ("</think>a<tool_call>no<arg_key>x</arg_k", "a<tool_call>no<arg_key>x</arg_k", []),
+        # A call to no known tool is text.
+        (
+            "</think>a<tool_call>no<arg_key>x</arg_key></tool_call>b",
+            "a<tool_call>no<arg_key>x</arg_key></tool_call>b",
+            [],
+        ),
         # Values without a key, keys without a value, and text between them.
         (
             "</think><tool_call>typed<arg_key>i</arg_key><arg_value>1</arg_value>"
             "<arg_value>2</arg_value></tool_call>",
-            None,
+            "<arg_value>2</arg_value>",
             [{"i": 1}],
         ),
         (
             "</think><tool_call>typed<arg_key> </arg_key><arg_value>1</arg_value></tool_call>",
-            None,
+            "<arg_key> </arg_key><arg_value>1</arg_value>",
             [{}],
         ),
         (
             "</think><tool_call>typed<arg_key>s</arg_key>x<arg_key>i</arg_key>y"
             "<arg_value>1</arg_value>z</tool_call>",
-            None,
+            "<arg_key>s</arg_key>xyz",
             [{"i": 1}],
         ),
+        # A call ends the reasoning wherever the tag that closes it stands.
+        ("r<tool_call>now<arg_key>x</think>c", "<arg_key>xc", [{}]),
     ],
 )
 def test_odd_outputs(text: str, content: str | None, arguments: list[dict[str, Any]]) -> None:
@@ -285,40 +531,15 @@ def test_output_after_a_prompt_without_thinking() -> None:
     assert dataclasses.astuple(message) == (None, "Hi", (("now", {}, True),))
 
 
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
-        ("42", {"type": ["string"]}, "42"),
-        ("42", {"type": ["string", "null"]}, "42"),
-        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
-        ("None", {"type": ["string", "null"]}, None),
-        ("true", {"type": ["string", "integer"]}, "true"),
-        ("3", {"type": ["string", "number"]}, 3),
-        ("3.5", {"type": ["string", "integer"]}, "3.5"),
-        ("[1]", {"oneOf": [{"type": "array"}, {"type": "string"}]}, [1]),
-        ("5", {"anyOf": [{"type": "string"}, {"$ref": "#/x"}]}, 5),
-        ("7", {"enum": ["7", "8"]}, "7"),
-        ("7", {"enum": [7, 8]}, 7),
-        ("null", {"enum": [None, True, 1.5, [], {}]}, None),
-        ('"x"', {}, '"x"'),
-        ("7", True, 7),
-        (" 7\n", None, 7),
-        ("", {"type": "integer"}, ""),
-        ("NaN", {"type": "number"}, "NaN"),
-        ("1e999", {"type": "number"}, "1e999"),
-        ('["\\ud800"]', {"type": "array"}, '["\\ud800"]'),
-        ("9" * 5000, {"type": "integer"}, "9" * 5000),
-        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
-        ("[" * 100_000 + "]" * 100_000, {"type": "array"}, "[" * 100_000 + "]" * 100_000),
-    ],
-    ids=lambda part: repr(part)[:40],
-)
-def test_argument_types(text: str, schema: Any, value: Any) -> None:
-    """A string taken for another type, or a value that JSON or UTF-8 cannot hold."""
-    found, encoded = decode_argument(text, schema)
-    assert found == value
-    assert type(found) is type(value)
-    assert json.loads(encoded.encode()) == value
+def test_call_with_types_behind_references() -> None:
+    """A string of digits that becomes a number since its type is not found."""
+    parameters = {
+        "properties": {"x": {"$ref": "#/$defs/Color"}},
+        "$defs": {"Color": {"enum": ["1", "2"]}},
+    }
+    text = "</think><tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"
+    (call,) = parse(text, [{"name": "f", "parameters": parameters}]).tool_calls
+    assert call.arguments == {"x": "1"}
 
 
 def test_parameters_may_be_missing() -> None:

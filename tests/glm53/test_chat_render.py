@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from glm53.chat import TEMPLATES, parse, render
+from glm53.chat import TEMPLATES, ends_in_reasoning, parse, render
 
 DATA = Path(__file__).parent.parent / "data" / "chat"
 CASES = [json.loads(line) for line in (DATA / "cases.jsonl").read_text("utf-8").splitlines()]
@@ -139,7 +139,7 @@ def test_tool_lines(model: str, line: str) -> None:
         ),
         (
             [assistant(tool_calls=[{"function": {"name": "now", "arguments": "{}"}}])],
-            r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: .* decode the JSON first",
+            r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: .*; see read_messages",
         ),
         (
             [assistant(tool_calls=[{"name": "now", "arguments": {"x": {1}}}])],
@@ -183,12 +183,56 @@ def test_malformed_tool(tools: Any, message: str) -> None:
         ({"model": "glm-6"}, "model: expected one of glm-5.3, .*, got 'glm-6'"),
         ({"clear_thinking": "false"}, "clear_thinking: expected a bool, got 'false'"),
         ({"enable_thinking": 0}, "enable_thinking: expected a bool, got 0"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "add_generation_prompt and continue_final_message are both true",
+        ),
     ],
 )
 def test_wrong_option(options: dict[str, Any], message: str) -> None:
     """A misspelt option that is silently without effect."""
     with pytest.raises(ValueError, match=message):
         render([USER], **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message", "end"),
+    [
+        ("glm-5.3", {}, USER, "<|user|>q"),
+        ("glm-5.3", {}, {"role": "system", "content": "s"}, "<|system|>s"),
+        ("glm-5.3", {}, assistant("So "), "<|assistant|><think></think>So"),
+        ("glm-5.3", {}, assistant("So", reasoning_content="r"), "<|assistant|><think>r</think>So"),
+        ("glm-5.3", {}, assistant("", reasoning_content="r"), "<|assistant|><think>r</think>"),
+        ("glm-5.3", {}, assistant(reasoning_content="r "), "<|assistant|><think>r "),
+        ("glm-5.3", {}, assistant(), "<|assistant|><think>"),
+        ("glm-5.1", {"enable_thinking": False}, assistant(), "<|assistant|></think>"),
+        ("glm-5.1", {}, assistant("So"), "<|assistant|><think></think>So"),
+        ("glm-5", {}, assistant("So"), "<|assistant|></think>So"),
+        ("glm-5", {}, assistant(reasoning_content="r"), "<|assistant|><think>r"),
+    ],
+)
+def test_last_message_that_the_model_continues(
+    model: str, options: dict[str, Any], message: dict[str, Any], end: str
+) -> None:
+    """A last message that is closed, or told apart from a whole one in what is not its end."""
+    prompt = render([USER], model=model, **options)
+    options["continue_final_message"] = True
+    assert render([USER, message], model=model, **options) == prompt + end
+    assert ends_in_reasoning(prompt + end) == ("<think>" in end and "</think>" not in end)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "the last message is missing"),
+        ([USER, tool("1")], "the last message is 'tool'"),
+        ([USER, assistant("a", tool_calls=[CALL])], r"messages\[1\]\.tool_calls end the message"),
+    ],
+)
+def test_last_message_that_cannot_be_continued(messages: list[Any], message: str) -> None:
+    """A continuation of what has an end, which the model would not understand."""
+    with pytest.raises(ValueError, match=f"continue_final_message: {message}"):
+        render(messages, continue_final_message=True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm53.tokenizer import IncrementalDetokenizer, Tokenizer
+from glm53.tokenizer import IncrementalDetokenizer, Tokenizer, decode_prompt
 
 DATA = Path(__file__).parent.parent / "data" / "tokenizer"
 CASES = json.loads((DATA / "cases.json").read_text(encoding="utf-8"))
@@ -56,6 +56,33 @@ def test_pieces_join_to_the_decoding(ids: list[int], skip: bool) -> None:
         assert decoded in (text, text + "\ufffd", text + "\ufffd\ufffd")
     assert text + detokenizer.flush() == TOKENIZER.decode(ids, skip)
     assert detokenizer.push(TOKENIZER.encode("a")[0]) == "a", "the last output left something"
+
+
+@given(prompt=IDS, ids=IDS, skip=st.booleans())
+def test_output_behind_a_prompt(prompt: list[int], ids: list[int], skip: bool) -> None:
+    """A character that begins in the prompt, shown as U+FFFD once for each of its later bytes."""
+    detokenizer = IncrementalDetokenizer(TOKENIZER, skip, prompt_ids=prompt)
+    pieces = [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+    prompt_bytes = [TOKENIZER.token_bytes(token_id, False) for token_id in prompt]
+    output_bytes = [TOKENIZER.token_bytes(token_id, skip) for token_id in ids]
+    shown = decode_prompt(TOKENIZER, prompt, ids, skip) + "".join(pieces)
+    assert shown == b"".join(prompt_bytes + output_bytes).decode(errors="replace")
+    again = [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+    assert again == pieces, "the last output left something"
+
+
+def test_prompt_within_a_character() -> None:
+    """The example: two bytes of a character in the prompt, two in the output, or none."""
+    ids = [TOKENIZER.encode(character)[0] for character in "a"]
+    ids += TOKENIZER.encode("😀")
+    assert len(ids) == 4
+    for place in range(2, 4):
+        detokenizer = IncrementalDetokenizer(TOKENIZER, prompt_ids=ids[:place])
+        assert "".join(map(detokenizer.push, ids[place:])) + detokenizer.flush() == "😀"
+        assert decode_prompt(TOKENIZER, ids[:place], ids[place:]) == "a"
+        assert detokenizer.push(ids[0]) == "a"
+        assert decode_prompt(TOKENIZER, ids[:place], ids[:1]) == "a\ufffd"
+        assert decode_prompt(TOKENIZER, ids[:place], []) == "a\ufffd"
 
 
 @given(text=st.text(), skip=st.booleans())
@@ -150,6 +177,23 @@ def test_added_token_outside_latin_1(tmp_path: Path) -> None:
     for skip, text in ((False, "a<新 é>b"), (True, "ab")):
         assert tokenizer.decode([64, 1536, 65], skip) == text
         assert streamed(tokenizer, [64, 1536, 65], skip) == text
+
+
+def test_tags_are_text_whatever_is_marked(tmp_path: Path) -> None:
+    """A tag that is left out of an output with the special tokens, so that no parser sees it."""
+    file = copy_data(tmp_path) / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = True
+    file.write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    tagged = "r<think></think>a<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>"
+    for token in ("<|user|>", "<|observation|>", "<|endoftext|>"):
+        ids = tokenizer.encode(tagged + token)
+        for text in (tokenizer.decode(ids), streamed(tokenizer, ids, skip=True)):
+            assert text == tagged
+        for text in (tokenizer.decode(ids, False), streamed(tokenizer, ids, skip=False)):
+            assert text == tagged + token
 
 
 def test_cut_and_padding_are_off(tmp_path: Path) -> None:

@@ -283,6 +283,60 @@ def test_echo_with_logprobs(llm: LLM) -> None:
         assert row["response"]["body"]["usage"]["completion_tokens"] == 2 * extra
 
 
+def test_echo_of_the_longest_prompt(llm: LLM) -> None:
+    """`max_tokens` 0 leaves room for a prompt as long as the model allows, and no longer one."""
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    data = [line(str(count), prompt=[266] * count, **fields) for count in (512, 513)]
+    rows, counts = run(llm, b"".join(data))
+    assert counts == BatchCounts(1, 1)
+    found = {row["custom_id"]: row for row in rows}
+    body = found["512"]["response"]["body"]
+    assert body["usage"] == {"prompt_tokens": 512, "completion_tokens": 0, "total_tokens": 512}
+    (choice,) = body["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 512
+    assert choice["finish_reason"] == "length"
+    assert "513 tokens" in error_of(found["513"])[1]
+
+
+def test_echo_of_a_prompt_within_a_character(llm: LLM) -> None:
+    """The character is there once, whether the output goes on with it or not."""
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("a€")
+    fields = {"prompt": ids[:-1], "echo": True, "logprobs": 0, "max_tokens": 1}
+    data = [
+        line("€", allowed_token_ids=ids[-1:], **fields),
+        line("\ufffda", allowed_token_ids=ids[:1], **fields),
+    ]
+    rows, _ = run(llm, b"".join(data))
+    for row in rows:
+        (choice,) = row["response"]["body"]["choices"]
+        assert choice["text"] == "a" + row["custom_id"]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 1, len(row["custom_id"])]
+
+
+def test_forms_of_messages(llm: LLM) -> None:
+    """Conversations are read as those of `LLM.chat`, and may be continued."""
+    call = {"function": {"name": "now", "arguments": ""}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        *question(21),
+        {"role": "assistant", "content": None, "reasoning": "r", "tool_calls": [call]},
+        {"role": "assistant", "content": "The code of mint"},
+    ]
+    ends: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    rows, counts = run(
+        llm,
+        line("x", CHAT, messages=messages, temperature=0, **ends)
+        + line("y", CHAT, messages=messages, continue_final_message=True),
+    )
+    assert counts == BatchCounts(1, 1)
+    found = {row["custom_id"]: row for row in rows}
+    (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=None), **ends)
+    message = found["x"]["response"]["body"]["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": output.outputs[0].text, "reasoning": None}
+    assert "are both true" in error_of(found["y"])[1]
+
+
 @pytest.mark.slow
 def test_large_lines(llm: LLM) -> None:
     """10 MB that change nothing are served, a prompt of 10 MB is refused, a line over the limit is

@@ -7,7 +7,7 @@ import pytest
 
 from glm53 import LLM, SamplingParams, chat
 from serving.model_runner import ModelRunner
-from serving.outputs import RequestOutput
+from serving.outputs import CompletionOutput, RequestOutput
 
 PROMPT = "The Congress of the United States"
 OTHERS = ["The people", "Our commerce with", "It is the duty of the"]
@@ -286,6 +286,25 @@ def test_unknown_on_error(llm: LLM) -> None:
         llm.generate(PROMPT, on_error="ignore")  # pyright: ignore[reportArgumentType]
 
 
+def test_prompt_alone(llm: LLM) -> None:
+    """Without output a prompt has its log-probabilities."""
+    prompt = np.arange(60)
+    given: dict[str, Any] = {"prompt_logprobs": 0, "temperature": 0, "logprobs": 0}
+    (whole,) = llm.generate(
+        {"prompt_token_ids": prompt}, SamplingParams(max_tokens=0, n=2, **given)
+    )
+    (part,) = llm.generate({"prompt_token_ids": prompt[:-1]}, SamplingParams(max_tokens=1, **given))
+    assert whole.prompt_logprobs is not None
+    assert part.prompt_logprobs is not None
+    values = [entry and entry.token_logprob for entry in whole.prompt_logprobs]
+    assert values[:-1] == [entry and entry.token_logprob for entry in part.prompt_logprobs]
+    assert values[-1] is not None
+    for index, output in enumerate(whole.outputs):
+        assert output == CompletionOutput(index, "", [], 0.0, [], "length", None)
+    with pytest.raises(ValueError, match=r"513 tokens.*max_model_len 512"):
+        llm.generate({"prompt_token_ids": [7] * 513}, SamplingParams(max_tokens=0))
+
+
 def test_chat(llm: LLM) -> None:
     """One conversation or several; the text parses into the assistant's message."""
     greedy = SamplingParams(temperature=0, max_tokens=40)
@@ -300,6 +319,70 @@ def test_chat(llm: LLM) -> None:
     )
     expected = chat.render([QUESTION], tools, add_generation_prompt=True, reasoning_effort="high")
     assert tooled.prompt == expected
+
+
+def test_forms_of_a_conversation(llm: LLM) -> None:
+    """A past message as other systems write it gives the prompt of one as the template has it."""
+    call = {"name": "now", "arguments": {}}
+    plain: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    other: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": None, "reasoning": "r"},
+        {"role": "tool", "content": "1"},
+    ]
+    short = SamplingParams(max_tokens=1)
+    for arguments in ("", "{}", None):
+        other[2]["tool_calls"] = [{"function": {"name": "now", "arguments": arguments}}]
+        (output,) = llm.chat(other, short)
+        assert output.prompt == chat.render(plain, add_generation_prompt=True)
+        (output,) = llm.generate([{"messages": other}], short)
+        assert output.prompt == chat.render(plain, add_generation_prompt=True)
+
+
+def test_end_of_a_conversation(llm: LLM) -> None:
+    """The last message is continued, or nothing is opened; options may not say otherwise."""
+    started = [QUESTION, {"role": "assistant", "content": "The code of mint"}]
+    greedy = SamplingParams(temperature=0, max_tokens=40)
+    (output,) = llm.chat(started, greedy, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt == chat.render(started, continue_final_message=True)
+    assert output.outputs[0].text == " is 31-94."
+    (output,) = llm.chat([QUESTION], SamplingParams(max_tokens=1), add_generation_prompt=False)
+    assert output.prompt == chat.render([QUESTION])
+    with pytest.raises(ValueError, match=r"conversations\[0\]: .*continue_final_message are both"):
+        llm.chat(started, continue_final_message=True)
+    options = {"add_generation_prompt": False}
+    with pytest.raises(ValueError, match=r"kwargs\.add_generation_prompt False contradicts"):
+        llm.chat([QUESTION], chat_template_kwargs=options)
+    same = {"add_generation_prompt": False, "continue_final_message": False}
+    (again,) = llm.chat(
+        [QUESTION],
+        SamplingParams(max_tokens=1),
+        add_generation_prompt=False,
+        chat_template_kwargs=same,
+    )
+    assert again.prompt == output.prompt
+    with pytest.raises(ValueError, match=r"chat_template_kwargs\.tools is not supported"):
+        llm.chat([QUESTION], chat_template_kwargs={"tools": []})
+
+
+def test_prompt_that_ends_within_a_character(llm: LLM) -> None:
+    """The output has the whole character, where U+FFFD would stand once for each byte."""
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("€")
+    assert len(ids) == 3
+    prompt = {"prompt_token_ids": ids[:1]}
+    forced = SamplingParams(max_tokens=1, allowed_token_ids=ids[1:2])
+    (cut,) = llm.generate(prompt, forced)
+    assert cut.outputs[0].text == "\ufffd"
+    prompt = {"prompt_token_ids": ids[:2]}
+    (whole,) = llm.generate(prompt, SamplingParams(max_tokens=1, allowed_token_ids=ids[2:]))
+    assert whole.outputs[0].text == "€"
 
 
 def test_bad_conversations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

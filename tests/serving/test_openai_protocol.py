@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm53.chat import render
 from glm53.tokenizer import Tokenizer
 from serving.engine_options import BUILT_IN_MODEL, model_path
 from serving.openai_protocol import (
@@ -191,7 +190,7 @@ def test_logprobs_of_completions() -> None:
     """With `echo` they are the prompt's too."""
     assert complete(logprobs=2).params == SamplingParams(max_tokens=16, logprobs=2)
     echoed = complete(logprobs=2, echo=True, max_tokens=0).params
-    assert echoed == SamplingParams(max_tokens=1, logprobs=2, prompt_logprobs=2)
+    assert echoed == SamplingParams(max_tokens=0, logprobs=2, prompt_logprobs=2)
 
 
 @pytest.mark.parametrize(
@@ -229,37 +228,13 @@ def conversation(request: APIRequest) -> dict[str, Any]:
     return prompt
 
 
-def test_messages_become_those_of_the_template() -> None:
-    """Reasoning gets the template's name, tool arguments are decoded, and the result renders."""
-    call = {"id": "c1", "type": "function", "function": {"name": "weather"}}
-    messages = [
-        {
-            "role": "system",
-            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief"}],
-        },
-        {"role": "user", "content": "Weather?", "name": "Ann"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning": "Look it up.",
-            "refusal": None,
-            "tool_calls": [
-                {
-                    **call,
-                    "function": {"name": "weather", "arguments": '{"city": "Köln", "days": 3}'},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-    ]
-    prompt = conversation(chat(messages=messages, tools=TOOLS))
-    assistant = prompt["messages"][2]
-    assert assistant["reasoning_content"] == "Look it up."
-    assert assistant["tool_calls"][0]["function"]["arguments"] == {"city": "Köln", "days": 3}
-    text = render(prompt["messages"], prompt["tools"])
-    assert "Be brief" in text
-    assert f"<think>Look it up.</think>{CALL}" in text
-    assert messages[2]["reasoning"] == "Look it up."  # The body is left as it was.
+def test_conversation_is_left_to_its_reader() -> None:
+    """Messages and how their text ends go on as they are, to be read as those of `LLM.chat` are."""
+    messages = [{"role": "assistant", "content": "a", "reasoning": "b"}]
+    prompt = conversation(chat(messages=messages, continue_final_message=True))
+    assert prompt["messages"] is messages
+    assert prompt["continue_final_message"] is True
+    assert "add_generation_prompt" not in prompt
 
 
 def test_template_options() -> None:
@@ -327,14 +302,6 @@ def test_refused_by_both(read: Any, fields: dict[str, Any], message: str) -> Non
 
 
 CHAT_REFUSES: list[tuple[dict[str, Any], str]] = [
-    ({"messages": None}, "messages must be a list of at least one message, got None"),
-    ({"messages": []}, r"messages must be a list of at least one message, got \[\]"),
-    ({"messages": "Hi"}, "messages must be a list"),
-    ({"messages": ["Hi"]}, r"messages\[0\] must be an object, got 'Hi'"),
-    ({"messages": [{"content": "x"}]}, r"messages\[0\].role must be one of .*got None"),
-    ({"messages": [{"role": "developer"}]}, r"messages\[0\].role .*got 'developer'"),
-    ({"messages": [{"role": []}]}, r"messages\[0\].role .*got \[\]"),
-    ({"messages": [{"role": "user", "audio": {}}]}, r"messages\[0\] has unknown field 'audio'"),
     ({"prompt": "x"}, "unknown field 'prompt'"),
     ({"echo": True}, "unknown field 'echo'"),
     ({"tool_choice": "required"}, "tool_choice 'required' is not supported"),
@@ -349,8 +316,8 @@ CHAT_REFUSES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be .*from 0 to 20, got 21"),
     ({"reasoning_effort": 3}, "reasoning_effort must be a string, got 3"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs must be an object, got 'x'"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "add_generation_prompt"),
+    ({"add_generation_prompt": "no"}, "add_generation_prompt must be true or false, got 'no'"),
+    ({"continue_final_message": 1}, "continue_final_message must be true or false, got 1"),
     (
         {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
         "reasoning_effort 'low' and chat_template_kwargs.reasoning_effort 'high' differ",
@@ -363,44 +330,6 @@ def test_refused_by_chat(fields: dict[str, Any], message: str) -> None:
     """The field and its value are named."""
     with pytest.raises(ValueError, match=message):
         chat(**fields)
-
-
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", None, 5])
-def test_parts_that_the_model_cannot_read(kind: Any) -> None:
-    """An image is refused, not left out of the prompt."""
-    content = [{"type": "text", "text": "See:"}, {"type": kind}]
-    place = re.escape(f"messages[0].content[1].type {kind!r} is not supported")
-    with pytest.raises(RequestError, match=place):
-        chat(messages=[{"role": "user", "content": content}])
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ({"arguments": ""}, "not JSON"),
-        ({"arguments": "{"}, "not JSON"),
-        ({"arguments": "[1]"}, "must be an object in JSON, got [1]"),
-        ({"arguments": '{"a": 1, "a": 2}'}, "key 'a' is there 2 times"),
-        ({"arguments": '{"a":' + "[" * 200 + "]" * 200 + "}"}, "nested more than"),
-        (5, "must be an object, got 5"),
-    ],
-)
-def test_tool_arguments_that_are_no_object(function: Any, message: str) -> None:
-    """The place of the call is named."""
-    messages = [*USER, {"role": "assistant", "tool_calls": [{"function": function}]}]
-    where = re.escape("messages[1].tool_calls[0].function")
-    with pytest.raises(RequestError, match=rf"{where}.*{re.escape(message)}"):
-        chat(messages=messages)
-
-
-def test_two_reasonings() -> None:
-    """`reasoning` and `reasoning_content` must agree."""
-    message = {"role": "assistant", "reasoning": "a", "reasoning_content": "b"}
-    with pytest.raises(RequestError, match="reasoning_content differ"):
-        chat(messages=[message])
-    same = {**message, "reasoning_content": "a"}
-    (read,) = conversation(chat(messages=[same]))["messages"]
-    assert read == {"role": "assistant", "reasoning_content": "a"}
 
 
 COMPLETION_REFUSES: list[tuple[dict[str, Any], str]] = [
@@ -473,7 +402,7 @@ def test_chat_response(tokenizer: Tokenizer) -> None:
         part("Hm.</think>Yes.", [1, 2, 3]),
         part("Hm", [1, 2], "length", index=1),
     )
-    body = request.respond([output("...<think>", [9, 8], *parts)], tokenizer, "abc", 1234)
+    body = request.respond([output("<|assistant|><think>", [9, 8], *parts)], tokenizer, "abc", 1234)
     assert body == {
         "id": "chatcmpl-abc",
         "object": "chat.completion",
@@ -504,16 +433,31 @@ def choice_of(request: APIRequest, tokenizer: Tokenizer, made: RequestOutput) ->
     return choice
 
 
+def test_continued_message(tokenizer: Tokenizer) -> None:
+    """An output that goes on with reasoning, or with content, taken for the other."""
+    for prompt, expected in (
+        ("<|assistant|><think>Hm", {"content": "Yes.", "reasoning": " so"}),
+        ("<|assistant|><think>Hm</think>It", {"content": " so</think>Yes.", "reasoning": None}),
+        (
+            "<|assistant|><think></think>a<|user|><think>",
+            {"content": " so</think>Yes.", "reasoning": None},
+        ),
+    ):
+        made = output(prompt, [9], part(" so</think>Yes.", [1]))
+        message = choice_of(chat(), tokenizer, made)["message"]
+        assert message == {"role": "assistant", **expected}
+
+
 def test_answer_without_thinking(tokenizer: Tokenizer) -> None:
     """A prompt that does not end within the reasoning, as earlier models' can."""
-    made = output("...<think></think>", [9], part("Yes.", [1]))
+    made = output("<|assistant|><think></think>", [9], part("Yes.", [1]))
     message = choice_of(chat(), tokenizer, made)["message"]
     assert message == {"role": "assistant", "content": "Yes.", "reasoning": None}
 
 
 def test_tool_calls(tokenizer: Tokenizer) -> None:
     """Calls have ids of their own and arguments in JSON text, and give the finish reason."""
-    made = output("<think>", [9], part(f"</think>Let me see.{CALL}{CALL}", [1]))
+    made = output("<|assistant|><think>", [9], part(f"</think>Let me see.{CALL}{CALL}", [1]))
     choice = choice_of(chat(tools=TOOLS), tokenizer, made)
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me see."
@@ -529,7 +473,7 @@ def test_tool_calls(tokenizer: Tokenizer) -> None:
 def test_tool_call_that_is_broken_off(tokenizer: Tokenizer, finish: str) -> None:
     """It is shown with the arguments that are complete, but not as one to be made."""
     cut = CALL.partition("<arg_key>days")[0]
-    made = output("<think>", [9], part(f"</think>{cut}", [1], finish))
+    made = output("<|assistant|><think>", [9], part(f"</think>{cut}", [1], finish))
     choice = choice_of(chat(tools=TOOLS), tokenizer, made)
     assert choice["finish_reason"] == finish
     (call,) = choice["message"]["tool_calls"]
@@ -538,7 +482,7 @@ def test_tool_call_that_is_broken_off(tokenizer: Tokenizer, finish: str) -> None
 
 def test_tools_that_were_not_offered(tokenizer: Tokenizer) -> None:
     """Without tools a call is text."""
-    made = output("<think>", [9], part(f"</think>{CALL}", [1]))
+    made = output("<|assistant|><think>", [9], part(f"</think>{CALL}", [1]))
     choice = choice_of(chat(tools=TOOLS, tool_choice="none"), tokenizer, made)
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == CALL
@@ -557,7 +501,7 @@ def test_chat_logprobs(tokenizer: Tokenizer) -> None:
         ),
     ]
     request = chat(logprobs=True, top_logprobs=2)
-    made = output("<think>", [9], part("The", [the, half], logprobs=entries))
+    made = output("<|assistant|><think>", [9], part("The", [the, half], logprobs=entries))
     first, second = choice_of(request, tokenizer, made)["logprobs"]["content"]
     best = [
         {"token": "The", "logprob": -0.5, "bytes": list(b"The")},
@@ -582,7 +526,7 @@ def test_prompt_logprobs(tokenizer: Tokenizer) -> None:
             "7": {"logprob": -1.5, "rank": 2, "decoded_token": None},
         },
     ]
-    made = output("<think>", [5, 7], part("x", [1]), prompt_logprobs=found)
+    made = output("<|assistant|><think>", [5, 7], part("x", [1]), prompt_logprobs=found)
     body = chat(prompt_logprobs=1).respond([made], tokenizer, "abc", 1)
     assert body["prompt_logprobs"] == expected
     assert choice_of(complete(prompt_logprobs=1), tokenizer, made)["prompt_logprobs"] == expected
@@ -648,12 +592,12 @@ def test_echo(tokenizer: Tokenizer, as_text: bool) -> None:
 
 
 def test_echo_alone(tokenizer: Tokenizer) -> None:
-    """`max_tokens` 0 gives the prompt, and counts no token as generated."""
+    """`max_tokens` 0 gives the prompt alone."""
     prompt_ids = tokenizer.encode("The Congress")
     made = output(
         None,
         prompt_ids,
-        part(" of", [7], logprobs=[logprobs(7, [7], 1)], stop_reason=7),
+        part("", [], "length", logprobs=[]),
         prompt_logprobs=[None, logprobs(prompt_ids[1], [7], 2)],
     )
     request = complete(echo=True, logprobs=1, max_tokens=0)

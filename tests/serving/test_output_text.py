@@ -1,11 +1,15 @@
 """Text as it streams, and stop texts in it."""
 
 import itertools
+import json
+import shutil
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from glm53 import chat
 from glm53.tokenizer import Tokenizer
 from serving.engine_options import model_path
 from serving.output_text import OutputText
@@ -98,3 +102,21 @@ def test_special_tokens(skip: bool, expected: str) -> None:
         output.push(token)
     output.finish()
     assert output.text == expected
+
+
+def test_parts_of_an_output_whatever_is_special(tmp_path: Path) -> None:
+    """Reasoning, content and calls are told apart also where the tokenizer marks their tags."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path("tiny") / name, tmp_path / name)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    output = OutputText(tokenizer)
+    call = "<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>"
+    for token in tokenizer.encode(f"r</think>a{call}<|observation|>"):
+        output.push(token)
+    output.finish()
+    message = chat.parse(output.text, [{"name": "f"}])
+    assert message == chat.ParsedMessage("r", "a", (chat.ToolCall("f", {"k": "v"}),))

@@ -25,7 +25,7 @@ BAD = [
     ("include_stop_str_in_output", [1, None]),
     ("ignore_eos", ["yes", 0]),
     ("min_tokens", [-1, 1.5, None]),
-    ("max_tokens", [0, -3, 1.5, True]),
+    ("max_tokens", [-1, -3, 1.5, True]),
     ("logprobs", [-2, 21, 1.5, True]),
     ("prompt_logprobs", [-2, 21]),
     ("logit_bias", [[1], {"1": 2.0}, {1: "x"}, {-1: 0.0}, {1: 101}, {1: NAN}]),

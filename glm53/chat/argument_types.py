@@ -1,0 +1,213 @@
+"""JSON types of a tool's arguments, as its JSON schema has them, and arguments of those types.
+
+Only one question is asked of a schema: of which types may this argument be? It follows local
+references (`#` and JSON pointers), `allOf`, `anyOf`, `oneOf`, `const`, `enum` and
+`additionalProperties`, and their cycles. Libraries for JSON schema answer another question, whether
+a value is valid, and the type must be known before the value has ended, so that a string can be
+streamed.
+
+No schema is refused: the model has read it as it stands. What is malformed, contradicts itself,
+refers to nothing or to another document, or uses further keywords (`$anchor`, `if`,
+`patternProperties`) says nothing about the type.
+"""
+
+import json
+import re
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Types = frozenset[str]
+"""Names of JSON types; "number" comes with "integer"."""
+
+ANY: Types = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+"""Types of an argument of which the schema says nothing."""
+
+STRING: Types = frozenset({"string"})
+
+_CYCLE: Types = frozenset()
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_MAX_VISITS = 1_000  # Schemas looked at for one argument: references can multiply without end.
+
+
+class ArgumentTypes:
+    """Types of the arguments of one tool."""
+
+    def __init__(self, parameters: Any) -> None:
+        """Takes the schema of the arguments' object; anything but an object says nothing."""
+        self._root = parameters
+        self._known: dict[str, Types] = {}
+        self._num_visits = 0
+
+    def of(self, name: str) -> Types:
+        """Returns the types of an argument."""
+        if name not in self._known:
+            self._num_visits = 0
+            try:
+                self._known[name] = self._of_argument(self._root, name, frozenset()) or ANY
+            except RecursionError:  # Thousands of schemas within each other.
+                self._known[name] = ANY
+        return self._known[name]
+
+    def _of_argument(self, schema: Any, name: str, references: frozenset[str]) -> Types:
+        """Returns what an object's schema says of an argument.
+
+        Args:
+            schema: The schema.
+            name: The argument's name.
+            references: References that led here; one of them again is a cycle.
+        """
+        if not self._may_visit(schema):
+            return ANY
+        said = []
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            said.append(self._of(properties[name], frozenset()))
+        elif "patternProperties" not in schema:
+            said.append(self._of(schema.get("additionalProperties"), frozenset()))
+        if "$ref" in schema:
+            reference = str(schema["$ref"])
+            if reference in references:
+                return _CYCLE
+            target = self._target(reference)
+            said.append(self._of_argument(target, name, references | {reference}))
+        said += [self._of_argument(part, name, references) for part in _parts(schema, "allOf")]
+        for keyword in ("anyOf", "oneOf"):
+            alternatives = _parts(schema, keyword)
+            found = [self._of_argument(part, name, references) for part in alternatives]
+            # Of alternatives, those count that have such an argument.
+            said.append(frozenset().union(*(types for types in found if types != ANY)))
+        return _all_of(said)
+
+    def _of(self, schema: Any, references: frozenset[str]) -> Types:
+        """Returns the types that a value's schema allows; see `_of_argument`."""
+        if not self._may_visit(schema):
+            return ANY
+        said = [_declared(schema)]
+        if "$ref" in schema:
+            reference = str(schema["$ref"])
+            if reference in references:
+                return _CYCLE
+            said.append(self._of(self._target(reference), references | {reference}))
+        said += [self._of(part, references) for part in _parts(schema, "allOf")]
+        for keyword in ("anyOf", "oneOf"):
+            found = [self._of(part, references) for part in _parts(schema, keyword)]
+            said.append(frozenset().union(*found))
+        return _all_of(said)
+
+    def _may_visit(self, schema: Any) -> bool:
+        self._num_visits += 1
+        return isinstance(schema, Mapping) and self._num_visits <= _MAX_VISITS
+
+    def _target(self, reference: str) -> Any:
+        """Returns the schema that a reference means, None if there is none here."""
+        path, _, pointer = reference.partition("#")
+        if path or (pointer and not pointer.startswith("/")):
+            return None
+        target = self._root
+        for step in urllib.parse.unquote(pointer).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping):
+                target = target.get(step)
+            elif isinstance(target, list) and re.fullmatch("[0-9]{1,9}", step):
+                target = next(iter(target[int(step) :]), None)
+            else:
+                return None
+        return target
+
+
+def _parts(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    """Returns the schemas that a keyword lists."""
+    parts = schema.get(keyword)
+    return parts if isinstance(parts, list) else []
+
+
+def _all_of(said: Iterable[Types]) -> Types:
+    """Returns the types that everything said allows; what only leads back here says nothing."""
+    return ANY.intersection(*(types for types in said if types))
+
+
+def _declared(schema: Mapping[str, Any]) -> Types:
+    """Returns the types that a schema's own keywords allow."""
+    said = []
+    declared = schema.get("type")
+    names = declared if isinstance(declared, list) else [declared]
+    if all(isinstance(name, str) and name in ANY for name in names):
+        said.append(frozenset(names))
+    if isinstance(schema.get("enum"), list):
+        said.append(frozenset(map(_json_type, schema["enum"])))
+    if "const" in schema:
+        said.append(frozenset({_json_type(schema["const"])}))
+    return _all_of(types | {"integer"} if "number" in types else types for types in said)
+
+
+def decode_argument(text: str, types: Types) -> tuple[Any, str]:
+    """Returns the value of an argument as the model wrote it, and that value as JSON.
+
+    The chat template writes strings bare and all other values as JSON. So the text is the value
+    where the schema allows only strings. Elsewhere it is read as JSON, in which `True`, `False` and
+    `None` count as well:
+    * A value that is no string is taken; where strings are allowed too, only if its type is.
+    * A string in quotation marks is taken without them where the schema says nothing or allows no
+      strings. There, if what it holds is JSON of an allowed type, it is that: `"42"` is a number.
+    All else is a string, verbatim.
+
+    Args:
+        text: What stands between the value's tags.
+        types: The argument's types.
+    """
+    value = text if types == STRING else _read(text)
+    if isinstance(value, str):
+        value = _unquoted(text, types)
+    elif "string" in types and not _fits(value, types):
+        value = text
+    try:
+        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        encoded.encode()
+        return value, encoded
+    except (ValueError, RecursionError):
+        # Python reads more than JSON has: infinities, and halves of characters.
+        return text, json.dumps(text, ensure_ascii=False)
+
+
+def _read(text: str) -> Any:
+    """Returns the JSON value that a text is, or the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _PYTHON_WORDS.get(text.strip(), text)
+
+
+def _unquoted(text: str, types: Types) -> Any:
+    """Returns what stands in quotation marks where no string may stand, else the text."""
+    if "string" in types and types != ANY:
+        return text
+    held = _read(text)
+    value = _read(held)
+    return value if "string" not in types and _fits(value, types) else held
+
+
+def _fits(value: Any, types: Types) -> bool:
+    """Returns whether a value is of one of some types."""
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        return True
+    return _json_type(value) in types
+
+
+def _json_type(value: Any) -> str:
+    """Returns the name that JSON schema has for the type of a decoded JSON value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
