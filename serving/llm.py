@@ -7,8 +7,10 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from tqdm import tqdm
 
+from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
 from serving.engine import Engine
 from serving.engine_options import (
@@ -20,16 +22,20 @@ from serving.engine_options import (
     EngineOptions,
     KVPolicy,
 )
+from serving.metrics import LoopMetrics
+from serving.other_names import ENGINE_NAMES, explain_unknown_names
 from serving.outputs import RequestOutput, failed_output
 from serving.request import Request
 from serving.request_reader import Prompt
 from serving.sampling_params import SamplingParams
 
 OnError = Literal["raise", "return"]
-Params = SamplingParams | Sequence[SamplingParams] | None
+Prompts = Prompt | Iterable[Prompt]
+Params = SamplingParams | Iterable[SamplingParams] | None
 Conversation = Sequence[Mapping[str, Any]]
 
 
+@explain_unknown_names(ENGINE_NAMES)
 class LLM:
     """A loaded model with its KV store, for one thread.
 
@@ -60,6 +66,8 @@ class LLM:
     Raises:
         FileNotFoundError: the model is not there.
         CheckpointError: its weights are damaged or of another model.
+        TypeError: an unknown argument; the message says what it is called here, if it is known from
+            elsewhere.
         ValueError: an argument is refused; the message names it.
     """
 
@@ -110,9 +118,21 @@ class LLM:
         """What the cache did for all requests that are done."""
         return self._engine.runner.counters
 
+    def metrics(self) -> LoopMetrics:
+        """How the engine stands: sequences, pages, preemptions and counts since the start."""
+        return self._engine.metrics()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, None if it has none."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters has: the model's own choices, and else the defaults."""
+        return SamplingParams().filled(self._engine.reader.generation_config.sampling)
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
@@ -121,8 +141,8 @@ class LLM:
         """Continues prompts.
 
         Args:
-            prompts: one prompt or several: text, `{"prompt": text}` or
-                `{"prompt_token_ids": [ids]}`.
+            prompts: one prompt or several: text, a list of token ids, `{"prompt": text}` or
+                `{"prompt_token_ids": [ids]}`. An iterator is drawn to its end first.
             sampling_params: one for all prompts, or one each; None is the defaults.
             use_tqdm: show progress, if standard error is a terminal.
             on_error: "raise" refuses the whole call for a bad prompt, and raises what goes wrong
@@ -140,7 +160,7 @@ class LLM:
 
     def generate_iter(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Params = None,
         *,
         stream: bool = False,
@@ -380,22 +400,29 @@ def _raise_failure(request: Request, on_error: OnError | None) -> None:
             raise request.error
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _listed(prompts: Any) -> list[Prompt]:
+    """The prompts of `Prompts`, where one alone need not be in a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise TypeError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
-    return prompts
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise TypeError(f"prompts must be a prompt or an iterable of prompts, got {kind}")
+    found: list[Any] = list(prompts)
+    # A list that begins with a number is one prompt of token ids.
+    if found and isinstance(found[0], int | np.integer) and not isinstance(found[0], bool):
+        return [found]
+    return found
 
 
 def _spread_params(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence):
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
         raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
-    for number, param in enumerate(params):
+    found = list(params)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} sampling_params for {count} prompts")
+    for number, param in enumerate(found):
         if not isinstance(param, SamplingParams):
             raise TypeError(f"sampling_params[{number}] is a {type(param).__name__}")
-    return list(params)
+    return found
