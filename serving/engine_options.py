@@ -81,7 +81,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             object.__setattr__(self, name, plain_value(getattr(self, name)))
-        if not isinstance(self.model, str | Path):
+        # An empty path would be the current directory.
+        if not isinstance(self.model, str | Path) or not str(self.model):
             raise ValueError(f"model must be text or a path, got {self.model!r}")
         for name in ("tensor_parallel_size", "max_num_seqs"):
             check_count(name, getattr(self, name))

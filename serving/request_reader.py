@@ -12,6 +12,7 @@ from glm53.tokenizer import Tokenizer
 from kvcache import EncodedTokens
 from serving.generation_config import GenerationConfig
 from serving.output_text import OutputText
+from serving.plain_values import plain_value
 from serving.request import Continuation, Request
 from serving.sampling.state import (
     MAX_BAD_WORD_TOKENS,
@@ -78,6 +79,7 @@ class RequestReader:
         Raises:
             ValueError, TypeError: something is refused.
         """
+        priority = plain_value(priority)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority must be an integer, got {priority!r}")
         if not isinstance(params, SamplingParams):

@@ -133,8 +133,13 @@ def resolve_geometry(
         device_bytes = sum(
             _free_bytes(device, options.memory_fraction) for device in mesh.devices.flat
         )
-        device_pages, host_pages = _fitting_pages(one_page, options, device_bytes, host_bytes)
-        _check_longest(one_page, options, device_pages, host_pages, on_cpu)
+        device_pages, host_pages = _fitting_pages(
+            one_page,
+            options,
+            device_bytes,
+            host_bytes,
+            "set device_pages" if on_cpu else "raise memory_fraction",
+        )
     else:
         device_pages, host_pages = options.device_pages, host_bytes // one_page.page_bytes
         # Room for a copy of each page: hot rows and staging take places on the device.
@@ -173,9 +178,12 @@ def resolve_geometry(
 
 
 def _fitting_pages(
-    one_page: KVGeometry, options: StoreOptions, device_bytes: int, host_bytes: int
+    one_page: KVGeometry, options: StoreOptions, device_bytes: int, host_bytes: int, more: str
 ) -> tuple[int, int]:
-    """Device and host pages for which there is memory, as far as all sequences can use them."""
+    """Device and host pages for which there is memory, as far as all sequences can use them.
+
+    `more` tells how the devices could hold more.
+    """
     needed = one_page.max_sequences * one_page.max_pages_per_sequence
     without_host, _ = one_page.pages_within(device_bytes, 0)
     if without_host >= needed:
@@ -184,6 +192,9 @@ def _fitting_pages(
     device_pages, host_pages = one_page.pages_within(
         device_bytes, wanted * one_page.page_bytes, FEWEST_DEVICE_PAGES
     )
+    if options.kv_policy == "hybrid" and host_pages == wanted:
+        more += " or raise host_memory_gib"
+    _check_longest(one_page, options.kv_policy, device_pages, host_pages, more)
     if options.host_memory_gib is not None and host_pages < wanted:
         given = f"host_memory_gib {options.host_memory_gib}"
         if not host_pages:
@@ -201,22 +212,20 @@ def _fitting_pages(
 
 
 def _check_longest(
-    one_page: KVGeometry, options: StoreOptions, device_pages: int, host_pages: int, on_cpu: bool
+    one_page: KVGeometry, kv_policy: KVPolicy, device_pages: int, host_pages: int, more: str
 ) -> None:
     """Refuses memory that does not hold the longest sequence."""
     usable, needed = device_pages, one_page.max_pages_per_sequence
-    there, more = f"{device_pages} pages on the devices", "raise memory_fraction"
-    if on_cpu:
-        more = "set device_pages"
-    if options.kv_policy == "hybrid":
+    there = f"{device_pages} pages on the devices"
+    if kv_policy == "hybrid":
         usable += host_pages
-        there, more = f"{there} and {host_pages} in host memory", f"{more} or host_memory_gib"
+        there += f" and {host_pages} in host memory"
     if usable < needed:
         rows = one_page.rows_per_page
         lower = f"set max_model_len to at most {usable * rows} or " if usable else ""
         raise ValueError(
-            f"max_model_len needs {needed} pages of {rows} tokens with kv_policy "
-            f"{options.kv_policy!r}, and there is memory for {there}: {lower}{more}"
+            f"max_model_len needs {needed} pages of {rows} tokens with kv_policy {kv_policy!r}, "
+            f"there is memory for {there}: {lower}{more}"
         )
 
 
