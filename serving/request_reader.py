@@ -175,8 +175,9 @@ class RequestReader:
                 f"stop_token_ids has {len(params.stop_token_ids or ())} ids; with min_tokens they "
                 f"and the model's end-of-sequence ids may be {MAX_STOP_IDS}, and are {num_stop_ids}"
             )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop is text, but the model has no tokenizer.json")
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"{name} is text, but the model has no tokenizer.json")
 
     def _check_pages(self, prompt_tokens: int, params: SamplingParams, max_tokens: int) -> None:
         pages = self.device_pages + self.host_pages
