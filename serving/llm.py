@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from tqdm import tqdm
 
 from glm53.tokenizer import Tokenizer
@@ -26,12 +25,10 @@ from serving.metrics import LoopMetrics
 from serving.other_names import ENGINE_NAMES, explain_unknown_names
 from serving.outputs import RequestOutput, failed_output
 from serving.request import Request
-from serving.request_reader import Prompt
+from serving.request_reader import Params, Prompt, Prompts, list_prompts, spread_params
 from serving.sampling_params import SamplingParams
 
 OnError = Literal["raise", "return"]
-Prompts = Prompt | Iterable[Prompt]
-Params = SamplingParams | Iterable[SamplingParams] | None
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -155,7 +152,7 @@ class LLM:
         Raises:
             ValueError, TypeError: a prompt or parameter is refused. Nothing has been computed then.
         """
-        requests = self._read_all("prompts", _listed(prompts), sampling_params, on_error)
+        requests = self._read_all("prompts", list_prompts(prompts), sampling_params, on_error)
         return self._finish(requests, use_tqdm, on_error)
 
     def generate_iter(
@@ -182,7 +179,7 @@ class LLM:
         Raises:
             ValueError, TypeError: a prompt or parameter is refused. Nothing has been computed then.
         """
-        requests = self._read_all("prompts", _listed(prompts), sampling_params, on_error)
+        requests = self._read_all("prompts", list_prompts(prompts), sampling_params, on_error)
         return self._run(requests, stream, on_error)
 
     def chat(
@@ -308,7 +305,7 @@ class LLM:
         """Requests, before the first step: a bad one must not stop the others half way."""
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        spread = _spread_params(params, len(prompts))
+        spread = spread_params(params, len(prompts))
         return [
             self._read(f"{what}[{place}]", prompt, param, on_error)
             for place, (prompt, param) in enumerate(zip(prompts, spread, strict=True))
@@ -398,31 +395,3 @@ def _raise_failure(request: Request, on_error: OnError | None) -> None:
         raises = request.step_failed if on_error is None else on_error == "raise"
         if raises:
             raise request.error
-
-
-def _listed(prompts: Any) -> list[Prompt]:
-    """The prompts of `Prompts`, where one alone need not be in a list."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise TypeError(f"prompts must be a prompt or an iterable of prompts, got {kind}")
-    found: list[Any] = list(prompts)
-    # A list that begins with a number is one prompt of token ids.
-    if found and isinstance(found[0], int | np.integer) and not isinstance(found[0], bool):
-        return [found]
-    return found
-
-
-def _spread_params(params: Params, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
-        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-    found = list(params)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} sampling_params for {count} prompts")
-    for number, param in enumerate(found):
-        if not isinstance(param, SamplingParams):
-            raise TypeError(f"sampling_params[{number}] is a {type(param).__name__}")
-    return found

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
 
 FinishReason = Literal["stop", "length", "abort"]
+
+_SHOWN = 21  # tokens of a position that its repr shows: as many as `logprobs` may ask for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,9 @@ class TokenLogprobs(Mapping[int, Logprob]):
         return TokenLogprobs, (*values, self.best_ids.copy(), self.best_logprobs.copy(), texts)
 
     def __repr__(self) -> str:
-        return f"TokenLogprobs({dict(self)!r})"
+        shown = [f"{token}: {self[token]!r}" for token in itertools.islice(self, _SHOWN)]
+        more = ["..."] * (len(self) > _SHOWN)
+        return f"TokenLogprobs({{{', '.join(shown + more)}}})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,9 @@ from serving.sampling_params import SamplingParams
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt`, `prompt_token_ids`, or `messages` with `tools` and
 options."""
+
+Prompts = Prompt | Iterable[Prompt]
+Params = SamplingParams | Iterable[SamplingParams] | None
 
 _BEYOND_GREEDY = {
     "repetition_penalty": 1,
@@ -270,6 +273,51 @@ class RequestReader:
                 f"limit is {MAX_BAD_WORDS}"
             )
         return list(found)
+
+
+def list_prompts(prompts: Prompts) -> list[Prompt]:
+    """The prompts of a call, of which one alone needs no list.
+
+    Args:
+        prompts: one prompt, or an iterable of prompts, which is drawn to its end. A list that
+            begins with a number is one prompt of token ids.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise TypeError(f"prompts must be a prompt or an iterable of prompts, got {kind}")
+    found: list[Any] = list(prompts)
+    if found and isinstance(found[0], int | np.integer) and not isinstance(found[0], bool):
+        return [found]
+    return found
+
+
+def spread_params(params: Params, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts.
+
+    Args:
+        params: one for all, one each, or None for the defaults.
+        count: prompts of the call.
+
+    Raises:
+        TypeError: there is something else than parameters.
+        ValueError: there are more or fewer.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+    found = list(params)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} sampling_params for {count} prompts")
+    for number, param in enumerate(found):
+        if not isinstance(param, SamplingParams):
+            raise TypeError(f"sampling_params[{number}] is a {type(param).__name__}")
+    return found
 
 
 def _render(prompt: Mapping[str, Any]) -> str:

@@ -81,6 +81,8 @@ def test_whole_vocabulary() -> None:
     assert ranks == list(range(1, len(ids) + 1, 100))
     assert asked == ids[::100].tolist()
     assert len(ids) not in entry and -1 not in entry
+    assert repr(entry).count("Logprob(") == 21
+    assert repr(entry).endswith("...})")
 
 
 def output() -> RequestOutput:
