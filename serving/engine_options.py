@@ -137,7 +137,7 @@ def resolve_numerics(
     Raises:
         ValueError: an option is refused.
     """
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {_DTYPES}, got {_format_name(dtype)}")
     if activation_quantization not in ("auto", "none", "fp8_1x128"):
         raise ValueError(
@@ -172,7 +172,7 @@ def resolve_row_kind(kv_cache_dtype: str, compute_dtype: str) -> RowKind:
     """The format of cached rows; a ValueError for one that there is not."""
     kind = compute_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     for known in ROW_KINDS:
-        if kind == known:
+        if isinstance(kind, str) and kind == known:
             return known
     raise ValueError(
         f"kv_cache_dtype must be 'auto' or one of {ROW_KINDS}, got {_format_name(kv_cache_dtype)}"
@@ -181,5 +181,9 @@ def resolve_row_kind(kv_cache_dtype: str, compute_dtype: str) -> RowKind:
 
 def _format_name(value: object) -> str:
     """A value that is no format, and what it is called here if it is known from elsewhere."""
-    hint = FORMAT_NAMES.get(value) if isinstance(value, str) else None
+    if isinstance(value, str):
+        hint = FORMAT_NAMES.get(value)
+    else:  # such as the types of numpy, jax and torch
+        name = str(getattr(value, "__name__", value)).removeprefix("torch.")
+        hint = FORMAT_NAMES.get(name, f"pass the text {name!r}" if name in ROW_KINDS else None)
     return f"{value!r}: {hint}" if hint else repr(value)

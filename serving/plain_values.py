@@ -14,4 +14,6 @@ def plain_value(value: Any) -> Any:
         return {plain_value(key): plain_value(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(plain_value, value))
-    return value.tolist() if hasattr(value, "tolist") else value
+    # A class of numbers has the method too.
+    is_number = hasattr(value, "tolist") and not isinstance(value, type)
+    return value.tolist() if is_number else value

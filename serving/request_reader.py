@@ -285,12 +285,13 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
     Raises:
         TypeError: it is neither.
     """
+    found: list[Any] = [prompts]
     if isinstance(prompts, str | Mapping):
-        return [prompts]
+        return found
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         kind = type(prompts).__name__
         raise TypeError(f"prompts must be a prompt or an iterable of prompts, got {kind}")
-    found: list[Any] = list(prompts)
+    found = list(prompts)
     if found and isinstance(found[0], int | np.integer) and not isinstance(found[0], bool):
         return [found]
     return found

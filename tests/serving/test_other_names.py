@@ -4,6 +4,8 @@ import dataclasses
 import re
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from glm53 import LLM, EngineOptions, SamplingParams
@@ -72,3 +74,18 @@ def test_formats_of_numbers(name: str, value: str) -> None:
         ValueError, match=f"{name} must be .*got '{value}': .*{FORMAT_NAMES[value]}"
     ):
         LLM(**options)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (jnp.bfloat16, "pass the text 'bfloat16'"),
+        (np.float32, "pass the text 'float32'"),
+        (np.dtype("bfloat16"), "pass the text 'bfloat16'"),
+        (np.float16, "the range of float16 is too small, use 'bfloat16'"),
+    ],
+)
+def test_formats_that_are_types(value: Any, hint: str) -> None:
+    """Refused with the text to give."""
+    with pytest.raises(ValueError, match=f"dtype must be .*: {hint}"):
+        LLM(dtype=value)
