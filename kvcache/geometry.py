@@ -73,8 +73,8 @@ class KVGeometry:
             most = ((1 << 31) - 1) // (self.num_layers * self.rows_per_device)
             raise ValueError(
                 f"device_pages {self.device_pages} and host_pages {self.host_pages} have "
-                f"{last_row} rows, more than row ids name: lower device_pages, which may be {most} "
-                "alone"
+                f"{last_row} rows, more than row ids name: set device_pages to at most {most}, or "
+                "to less with host_pages"
             )
         if self.hot_rows > MAX_HOT_ROWS:
             raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")

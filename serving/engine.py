@@ -268,15 +268,14 @@ class Engine:
             if chunk is None:
                 return None
             request = self._owners[chunk.sequence]
+            request.started = request.started or time.monotonic()
             try:
                 self.runner.prepare_prefill(chunk)
+                return chunk
             except Exception as error:
                 if not self.runner.usable:
                     raise
                 self._fail(request, error)
-                continue
-            request.started = request.started or time.monotonic()
-            return chunk
 
     def _next_decode(self) -> dict[int, Continuation]:
         while True:
