@@ -252,7 +252,7 @@ class LLM:
         """Writes the cached rows of a prompt to a file, computing those that are not cached.
 
         Args:
-            prompt: text, `{"prompt": text}` or `{"prompt_token_ids": [ids]}`.
+            prompt: text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [ids]}`.
             path: the file, replaced if it exists.
 
         Returns:

@@ -109,19 +109,13 @@ class Continuation:
     def output(self, index: int) -> CompletionOutput:
         """What there is so far."""
         wanted = self.params.logprobs is not None
-        chosen = (
-            [
-                entry[token].logprob
-                for entry, token in zip(self.logprobs, self.output_ids, strict=True)
-            ]
-            if wanted
-            else []
-        )
         return CompletionOutput(
             index=index,
             text=self.text.text if self.text is not None else "",
             token_ids=list(self.output_ids),
-            cumulative_logprob=sum(chosen) if wanted else None,
+            cumulative_logprob=sum(entry.token_logprob for entry in self.logprobs)
+            if wanted
+            else None,
             logprobs=list(self.logprobs) if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
