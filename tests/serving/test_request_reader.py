@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from glm53.tokenizer import Tokenizer
 from serving.engine_options import model_path
@@ -52,6 +54,17 @@ def test_bad_word_that_begins_with_white_space(word: str) -> None:
 def test_bad_word(word: str) -> None:
     """It is banned as the start of a text and behind a space."""
     assert bad_words(word) == [word, " " + word]
+
+
+@given(st.text(min_size=1, max_size=6))
+def test_any_bad_word(word: str) -> None:
+    """A text is banned as it is, or refused by its place: never something else in its stead."""
+    try:
+        found = bad_words(word)
+    except ValueError as error:
+        assert "bad_words[0]" in str(error)
+        return
+    assert found == ([word] if word[0].isspace() else [word, " " + word])
 
 
 def test_bad_words_that_are_too_many_or_too_long() -> None:
