@@ -25,6 +25,7 @@ from serving.engine_options import (
 from serving.generation_config import GenerationConfig
 from serving.metrics import EngineCounters, LoopMetrics
 from serving.model_runner import Launched, ModelRunner, SequenceResult
+from serving.outputs import TokenTexts
 from serving.prefix_transfer import PrefixTransfer
 from serving.request import Continuation, Request
 from serving.request_reader import RequestReader
@@ -96,7 +97,7 @@ class Engine:
             geometry,
             mesh,
             Buckets.for_geometry(geometry, most_step_rows(geometry, batched_tokens)),
-            self._decode_token if has_tokenizer else None,
+            None if self.tokenizer is None else TokenTexts(self.tokenizer),
         )
         self.reader = RequestReader(
             tokenizer=self.tokenizer,
@@ -108,6 +109,7 @@ class Engine:
             device_pages=geometry.device_pages,
             # With "swap" the pages of what runs are all on the devices.
             host_pages=0 if options.kv_policy == "swap" else geometry.host_pages,
+            page_options=store_options.page_options,
             enable_prefix_caching=options.enable_prefix_caching,
         )
         self._transfer = PrefixTransfer(self.runner)
@@ -145,6 +147,7 @@ class Engine:
             for sequence in request.continuations:
                 if not sequence.finished:
                     sequence.finish_reason = "abort"
+                    request.ended = time.monotonic()
         self._close(request.continuations)
 
     def step(self) -> list[Request]:
@@ -264,13 +267,15 @@ class Engine:
                 continue
             if chunk is None:
                 return None
+            request = self._owners[chunk.sequence]
+            request.started = request.started or time.monotonic()
             try:
                 self.runner.prepare_prefill(chunk)
                 return chunk
             except Exception as error:
                 if not self.runner.usable:
                     raise
-                self._fail(self._owners[chunk.sequence], error)
+                self._fail(request, error)
 
     def _next_decode(self) -> dict[int, Continuation]:
         while True:
@@ -312,6 +317,9 @@ class Engine:
 
     def _note_token(self, sequence: Continuation, now: float) -> None:
         request, counters = self._owners[sequence], self._counters
+        request.first_token = request.first_token or now
+        if sequence.finished:
+            request.ended = now
         self._grown[request] = None
         counters.generated_tokens += 1
         if sequence.last_token_at is not None:
@@ -358,7 +366,3 @@ class Engine:
                 self._fail(self._owners[sequence], error, step_failed=True)
         self.runner.reset()
         self.scheduler.fail_started(self.runner.cache)
-
-    def _decode_token(self, token: int) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
