@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from glm53.checkpoint.source import load_checkpoint, read_config
+from glm53.jax_settings import own_jax_settings
 from glm53.kv_geometry import kv_geometry
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
@@ -62,6 +63,7 @@ class Engine:
         ValueError: an option is refused; the message names it.
     """
 
+    @own_jax_settings()
     def __init__(self, options: EngineOptions, *, warm_up: bool = False) -> None:
         store_options = StoreOptions.of(options)
         path = model_path(options.model)
@@ -132,6 +134,7 @@ class Engine:
         """Sequences that have not started."""
         return self.scheduler.num_waiting
 
+    @own_jax_settings()
     def add(self, request: Request) -> None:
         """Queues a request."""
         for sequence in request.continuations:
@@ -139,6 +142,7 @@ class Engine:
             self.scheduler.add(sequence, request.encoded)
         request.encoded = None  # The scheduler keeps it as long as the prompt is looked up.
 
+    @own_jax_settings()
     def abort(self, request: Request) -> None:
         """Ends what of a request is not done; its pages may serve others at once."""
         with self.output_lock:
@@ -147,6 +151,7 @@ class Engine:
                     sequence.finish_reason = "abort"
         self._close(request.continuations)
 
+    @own_jax_settings()
     def step(self) -> list[Request]:
         """Launches a step, and takes the results of the one before.
 
@@ -169,6 +174,7 @@ class Engine:
                 self.abort_all()
         return list(self._grown)
 
+    @own_jax_settings()
     def abort_all(self) -> None:
         """Ends everything and builds an empty store, as after an interruption."""
         requests = list(dict.fromkeys(self._owners.values()))
@@ -184,6 +190,7 @@ class Engine:
         except Exception as error:  # The interruption goes on; a later step tries again.
             logger.error("no store could be built after an interruption: %s", error)
 
+    @own_jax_settings()
     def export_prefix(self, token_ids: list[int], path: Path) -> None:
         """Writes the cached rows of a prefix to a file.
 
@@ -193,6 +200,7 @@ class Engine:
         """
         self._transfer.write(token_ids, path)
 
+    @own_jax_settings()
     def import_prefix(self, path: Path) -> int:
         """Puts a file's rows into the cache; see `LLM.import_prefix`."""
         if not self.runner.usable:

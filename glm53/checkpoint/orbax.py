@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from glm53.checkpoint.errors import CheckpointError
 from glm53.checkpoint.new_directory import sync, sync_tree
 from glm53.config import GLMConfig
+from glm53.jax_settings import own_jax_settings
 from glm53.model import abstract_model
 from glm53.sharding import check_mesh, parameter_shardings
 
@@ -22,6 +23,7 @@ _SHOWN = 400
 _CHUNK_BYTES = 1 << 26
 
 
+@own_jax_settings()
 def save_orbax(path: str | Path, config: GLMConfig, params: nnx.State) -> None:
     """Writes parameters and config to a new directory.
 
@@ -69,6 +71,7 @@ def read_orbax_config(path: str | Path) -> GLMConfig:
         raise CheckpointError(path, [f"{CONFIG_FILE} is damaged: {error}"]) from error
 
 
+@own_jax_settings()
 def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
     """Restores parameters straight into their shards, in the dtypes that `config` asks for.
 
