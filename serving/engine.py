@@ -45,8 +45,7 @@ class Engine:
 
     Args:
         options: the model, and how to run it.
-        warm_up: compile everything that serving may launch, so that nothing is compiled later, and
-            keep it in jax's persistent cache.
+        warm_up: compile everything that serving may launch, so that nothing is compiled later.
 
     Attributes:
         config: the model's configuration.
@@ -87,8 +86,7 @@ class Engine:
         has_tokenizer = (path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
         generation_config = GenerationConfig.from_dir(path, config.vocab_size)
-        if warm_up:
-            keep_compiled_programs()
+        keep_compiled_programs()
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
         geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
         batched_tokens = resolve_batched_tokens(options.max_num_batched_tokens, on_cpu)
