@@ -102,7 +102,8 @@ def keep_programs_whole() -> None:
     _check_version()
     from jax._src import compilation_cache
 
-    compilation_cache.LRUCache = _whole_programs()
+    module: Any = compilation_cache
+    module.LRUCache = _whole_programs()
 
 
 @functools.cache
