@@ -28,11 +28,10 @@ def keep_compiled_programs() -> None:
         return
     keep_programs_whole()
     if jax.config.jax_compilation_cache_dir is None:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = Path(caches) / "glm53"
         try:
+            directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "glm53"
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # The latter where there is no home.
             logger.warning("compiled programs are not kept: %s", error)
             return
         jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -367,7 +367,7 @@ def test_exception(
     assert parameter_bytes(tmp_path / "new") == parameter_bytes(GOLDEN / "tiny_f32")
 
 
-@pytest.mark.parametrize("room", [0, 100, 100_000, 400_000])
+@pytest.mark.parametrize("room", [100, 100_000])
 @pytest.mark.parametrize("to_orbax", [True, False], ids=["to_orbax", "to_safetensors"])
 def test_full_disk(to_orbax: bool, room: int, folder: Path, tmp_path: Path) -> None:
     """Half a checkpoint, or an error that does not say which."""

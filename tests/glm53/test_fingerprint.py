@@ -148,10 +148,9 @@ def test_as_by_integers() -> None:
     assert found == [reference_digest(array) for array in arrays]
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_on_any_mesh(num_devices: int) -> None:
+def test_on_any_mesh() -> None:
     """The number of devices taken for part of the model."""
-    assert fingerprint({}, num_devices) == unchanged()
+    assert fingerprint({}, num_devices=4) == unchanged()
 
 
 def test_from_any_format(tmp_path: Path) -> None:

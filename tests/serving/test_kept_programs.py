@@ -1,6 +1,8 @@
 """Compiled programs kept between processes, and what is said while one is compiled."""
 
+import io
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,9 +98,20 @@ def test_a_full_disk(as_at_start: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert f"no longer kept in {as_at_start / 'glm53'}: File too large" in caplog.text
 
 
-def test_nowhere_to_keep_them(as_at_start: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("has_home", [True, False])
+def test_nowhere_to_keep_them(
+    has_home: bool,
+    as_at_start: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An error, or a warning for each program."""
-    as_at_start.write_text("not a directory")
+    if has_home:
+        as_at_start.write_text("not a directory")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     keep_compiled_programs()
     run_program(8.5)
     run_program(9.5)
@@ -122,6 +135,25 @@ def test_says_what_is_compiled(
         "the sampler of 1",
         f"the decode of 1, {engine.runner.buckets.context_pages[0]} pages",
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_notice_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line that stays when there is nothing to wait for, or that the log repeats."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(notices, "PATIENCE_SECONDS", 0.0)
+    with compile_notice("the steps"):
+        while "compiling the steps for its first use" not in terminal.getvalue():
+            pass
+    assert terminal.getvalue().endswith("\r")
+    assert not caplog.records
 
 
 def test_notice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
