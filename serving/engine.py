@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from glm53.checkpoint.source import load_checkpoint, read_config
+from glm53.jax_settings import own_jax_settings
 from glm53.kv_geometry import kv_geometry
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
@@ -45,8 +46,7 @@ class Engine:
 
     Args:
         options: the model, and how to run it.
-        warm_up: compile everything that serving may launch, so that nothing is compiled later, and
-            keep it in jax's persistent cache.
+        warm_up: compile everything that serving may launch, so that nothing is compiled later.
 
     Attributes:
         config: the model's configuration.
@@ -63,6 +63,7 @@ class Engine:
         ValueError: an option is refused; the message names it.
     """
 
+    @own_jax_settings()
     def __init__(self, options: EngineOptions, *, warm_up: bool = False) -> None:
         store_options = StoreOptions.of(options)
         path = model_path(options.model)
@@ -86,8 +87,7 @@ class Engine:
         has_tokenizer = (path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
         generation_config = GenerationConfig.from_dir(path, config.vocab_size)
-        if warm_up:
-            keep_compiled_programs()
+        keep_compiled_programs()
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
         geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
         batched_tokens = resolve_batched_tokens(options.max_num_batched_tokens, on_cpu)
@@ -134,6 +134,7 @@ class Engine:
         """Sequences that have not started."""
         return self.scheduler.num_waiting
 
+    @own_jax_settings()
     def add(self, request: Request) -> None:
         """Queues a request."""
         for sequence in request.continuations:
@@ -141,6 +142,7 @@ class Engine:
             self.scheduler.add(sequence, request.encoded)
         request.encoded = None  # The scheduler keeps it as long as the prompt is looked up.
 
+    @own_jax_settings()
     def abort(self, request: Request) -> None:
         """Ends what of a request is not done; its pages may serve others at once."""
         with self.output_lock:
@@ -150,6 +152,7 @@ class Engine:
                     request.ended = time.monotonic()
         self._close(request.continuations)
 
+    @own_jax_settings()
     def step(self) -> list[Request]:
         """Launches a step, and takes the results of the one before.
 
@@ -172,6 +175,7 @@ class Engine:
                 self.abort_all()
         return list(self._grown)
 
+    @own_jax_settings()
     def abort_all(self) -> None:
         """Ends everything and builds an empty store, as after an interruption."""
         requests = list(dict.fromkeys(self._owners.values()))
@@ -187,6 +191,7 @@ class Engine:
         except Exception as error:  # The interruption goes on; a later step tries again.
             logger.error("no store could be built after an interruption: %s", error)
 
+    @own_jax_settings()
     def export_prefix(self, token_ids: list[int], path: Path) -> None:
         """Writes the cached rows of a prefix to a file.
 
@@ -196,6 +201,7 @@ class Engine:
         """
         self._transfer.write(token_ids, path)
 
+    @own_jax_settings()
     def import_prefix(self, path: Path) -> int:
         """Puts a file's rows into the cache; see `LLM.import_prefix`."""
         if not self.runner.usable:
