@@ -298,7 +298,7 @@ class KVCache[DeviceT: CacheDevice]:
         """
         while self.index.evict(self._clock):
             pass
-        return len(self.index) == 0
+        return not self.index.num_cached
 
     def tick(self) -> int:
         """The next time of the logical clock by which prefixes age."""

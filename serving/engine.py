@@ -9,6 +9,7 @@ from glm53.checkpoint.source import load_checkpoint, read_config
 from glm53.kv_geometry import kv_geometry
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
+from kvcache import OutOfPagesError
 from kvcache.page_states import PageState
 from serving.buckets import Buckets
 from serving.compile_counter import CompileCounter
@@ -155,9 +156,9 @@ class Engine:
     def step(self) -> list[Request]:
         """Launches a step, and takes the results of the one before.
 
-        Errors stay with the requests: one that comes before its launch fails that request, and one
-        of the device all that have started, whose rows are lost; the others go on. After several
-        such errors in a row, without a token between them, the engine stops and all fail.
+        Errors stay with the requests: one that cannot have its pages fails alone, and any other
+        error fails all that have started, whose rows are lost; the others go on. After several such
+        errors in a row, without a token between them, the engine stops and all fail.
 
         Returns:
             The requests whose outputs have grown, ended or failed.
@@ -263,9 +264,7 @@ class Engine:
             try:
                 self.runner.prepare_prefill(chunk)
                 return chunk
-            except Exception as error:
-                if not self.runner.usable:
-                    raise
+            except OutOfPagesError as error:
                 self._fail(chunk.sequence, error)
 
     def _next_decode(self) -> dict[int, Continuation]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 
+from kvcache import OutOfPagesError
 from serving.errors import describe_error, release_frames
 from serving.failures import FailureRun
 from serving.metrics import EngineCounters
@@ -68,14 +69,18 @@ class EngineState:
         return result
 
     def change_or_raise[Result](self, action: Callable[[], Result]) -> Result:
-        """Runs what changes the state, and leaves it as it was where it raises an error."""
+        """Runs what changes the state, and leaves it as it was where it refuses.
+
+        Raises:
+            ValueError, OSError, OutOfPagesError: it refuses.
+        """
         self._mend()
         self._torn = True
         if not self.runner.usable:
             self.renew_store()
         try:
             result = action()
-        except Exception:
+        except (ValueError, OSError, OutOfPagesError):
             self._torn = False
             raise
         self._torn = False
