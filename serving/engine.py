@@ -22,7 +22,7 @@ from serving.engine_options import (
     resolve_row_kind,
 )
 from serving.engine_state import EngineState
-from serving.errors import release_frames
+from serving.errors import drop_tracebacks
 from serving.generation_config import GenerationConfig
 from serving.metrics import EngineCounters, LoopMetrics
 from serving.model_runner import Launched, ModelRunner, SequenceResult
@@ -321,7 +321,7 @@ class Engine:
     def _fail(self, sequence: Schedulable, error: Exception) -> None:
         """Fails the request of a sequence, and nothing else."""
         assert isinstance(sequence, Continuation)
-        release_frames(error)
+        drop_tracebacks(error)
         self._abort(self.requests.owner(sequence), error)
 
     def _decode_token(self, token: int) -> str:

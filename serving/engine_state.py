@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvcache import OutOfPagesError
-from serving.errors import describe_error, release_frames
+from serving.errors import describe_error, drop_tracebacks
 from serving.failures import FailureRun
 from serving.metrics import EngineCounters
 from serving.model_runner import Launched, ModelRunner
@@ -61,7 +61,7 @@ class EngineState:
             result = action()
         except Exception as error:
             self._recover(error)
-            release_frames(error)
+            drop_tracebacks(error)
         except BaseException:
             self.abort_all()
             raise
@@ -127,7 +127,7 @@ class EngineState:
             self.runner.reset()
         except Exception as second:
             # The others have no store either; a later step tries again.
-            release_frames(second)
+            drop_tracebacks(second)
             error, lost = second, self.requests.requests
         if self.failures.cause is not None:
             error, lost = self.failures.cause, self.requests.requests

@@ -15,7 +15,7 @@ from glm53.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.engine_access import EngineAccess
 from serving.engine_options import EngineOptions
-from serving.errors import EngineDeadError, describe_error, release_frames
+from serving.errors import EngineDeadError, describe_error, drop_tracebacks
 from serving.metrics import LoopMetrics
 from serving.request import Request
 from serving.request_reader import Prompt
@@ -258,7 +258,7 @@ class ServingLoop:
                 logger.exception("the serving loop has ended")
                 cause = EngineDeadError(f"the serving loop has ended: {describe_error(error)}")
                 cause.__cause__ = error
-                release_frames(cause)
+                drop_tracebacks(cause)
                 with self._inbox:
                     self._cause, self._closed = cause, True
                 self._access.run(self._end)
@@ -322,7 +322,10 @@ class ServingLoop:
     def _end(self) -> None:
         """Ends all requests, and gives up the engine's memory."""
         with self._inbox:
-            rest = list(self._requests.values())
+            rest, arrived = list(self._requests.values()), list(self._arrived)
+            self._arrived.clear()
+        for request in arrived:
+            self._engine.requests.add(request)
         for request in rest:
             self._engine.requests.end(request, self._cause, step_failed=self._cause is not None)
         self._engine.close()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -102,7 +103,9 @@ def test_threads_of_one_llm(llm: LLM, expected: list[list[int]]) -> None:
         for _ in range(3):
             last = dict(llm.generate_iter([ids(2), ids(3)], greedy(), stream=True))
             assert [chosen(last[place]) for place in range(2)] == expected[2:4]
-            with contextlib.closing(llm.serve((ids(seed), greedy()) for seed in range(6))) as served:
+            with contextlib.closing(
+                llm.serve((ids(seed), greedy()) for seed in range(6))
+            ) as served:
                 place, output = next(served)
                 assert chosen(output) == expected[place]
 
@@ -222,7 +225,6 @@ def test_closing_an_llm(folder: Path, expected: list[list[int]], tmp_path: Path)
     """Memory that is kept, or use of what is gone."""
     with make_llm(folder) as llm:
         (output,) = llm.generate(ids(1), greedy())
-        llm.export_prefix(ids(1), tmp_path / "prefix")
         open_one = llm.generate_iter(ids(2), greedy(100), stream=True)
         next(open_one)
         unread = llm.generate_iter(ids(2), greedy())
@@ -326,6 +328,8 @@ def test_a_deleted_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loop.step()
     next(outputs, None)
     with monkeypatch.context() as patch:
+        # A record of the log, which pytest keeps, has the error with its frames.
+        patch.setattr(logging.getLogger("serving.failures"), "disabled", True)
         patch.setattr(ModelRunner, "launch_prefill", fail)
         patch.setattr(ModelRunner, "launch_decode", fail)
         late = loop.submit(ids(5))
@@ -367,15 +371,16 @@ def test_reset_prefix_cache(llm: LLM, expected: list[list[int]]) -> None:
     llm.generate(ids(1), greedy())
     (output,) = llm.generate(ids(1), greedy())
     assert output.num_cached_tokens > 0
-    open_one = llm.generate_iter(ids(2), greedy(), stream=True)
+    open_one = llm.generate_iter(ids(96, 90), greedy(), stream=True)
     next(open_one)
     assert not llm.reset_prefix_cache()
     (output,) = llm.generate(ids(1), greedy())
     assert output.num_cached_tokens == 0
     assert chosen(output) == expected[1]
     *_, (_, output) = open_one
-    assert chosen(output) == expected[2]
     assert llm.reset_prefix_cache()
+    (again,) = llm.generate(ids(96, 90), greedy())
+    assert chosen(again) == chosen(output)
     assert llm.reset_prefix_cache()
     pool = llm._engine.runner.cache.pool
     assert pool.num_free == llm._engine.runner.geometry.num_pages
@@ -426,7 +431,7 @@ def test_awaiting(folder: Path, expected: list[list[int]]) -> None:
 # --- forks ---
 
 FORK = """
-import dataclasses, gc, os, signal, sys, threading, time, warnings
+import dataclasses, gc, os, signal, sys, threading, warnings
 from pathlib import Path
 from glm53 import LLM, SamplingParams, ServingLoop
 from tests.serving.toy_engine import tokens, toy_options
@@ -494,7 +499,7 @@ if child == 0:
     del iterator, outputs, stream, llm
     gc.collect()
     print("refused", flush=True)
-    sys.exit(7)
+    os._exit(7)  # as multiprocessing ends a child: jax does not survive the end of the interpreter
 forked.set()
 holder.join()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

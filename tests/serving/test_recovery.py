@@ -1,10 +1,9 @@
 """Engines whose bookkeeping is torn at any point: they are built anew, or stop for good."""
 
 import dataclasses
-import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -268,7 +267,7 @@ def test_failures_without_end(
     ]
     assert [bool(record.exc_info) for record in caplog.records] == [True] + [False] * MAX_FAILURES
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match="has stopped.*the first of all") as caught:
+        with pytest.raises(EngineDeadError, match=r"has stopped.*the first of all") as caught:
             llm.generate(prompts[0], SHORT)
         assert str(caught.value.__cause__) == "the first of all"
     assert len(failing) == MAX_FAILURES
@@ -306,7 +305,7 @@ def test_failures_without_end_in_a_loop(folder: Path, failing: list[int]) -> Non
             with pytest.raises(GenerationError, match=f"request '{stream.request_id}' failed: .*"):
                 stream.result(timeout=60)
         assert len(failing) == MAX_FAILURES
-        with pytest.raises(EngineDeadError, match="has stopped.*the first of all"):
+        with pytest.raises(EngineDeadError, match=r"has stopped.*the first of all"):
             loop.submit({"prompt_token_ids": PROMPT})
 
 
@@ -317,7 +316,7 @@ def test_a_loop_that_stops_after_a_request_came(folder: Path) -> None:
     for _ in range(MAX_FAILURES):
         loop._engine._state.failures.add(RuntimeError("the device is lost"))
     assert not loop.step()
-    with pytest.raises(GenerationError, match="has stopped.*the device is lost"):
+    with pytest.raises(GenerationError, match=r"has stopped.*the device is lost"):
         stream.result(timeout=0)
     loop.close()
 
