@@ -22,7 +22,7 @@ from serving.engine_options import (
     resolve_row_kind,
 )
 from serving.engine_state import EngineState
-from serving.errors import drop_tracebacks
+from serving.errors import EngineDeadError, drop_tracebacks
 from serving.generation_config import GenerationConfig
 from serving.metrics import EngineCounters, LoopMetrics
 from serving.model_runner import Launched, ModelRunner, SequenceResult
@@ -141,13 +141,15 @@ class Engine:
         self._state.failures.check_alive()
 
     def add(self, request: Request) -> None:
-        """Queues a request.
-
-        Raises:
-            EngineDeadError: the engine has stopped.
-        """
-        self.check_alive()
-        self._state.change(partial(self._add, request))
+        """Queues a request. Once the engine has stopped, it fails with an EngineDeadError."""
+        try:
+            self.check_alive()
+        except EngineDeadError as error:
+            drop_tracebacks(error)
+            self.requests.end(request, error, step_failed=True)
+            self.requests.note_grown(request)
+        else:
+            self._state.change(partial(self._add, request))
 
     def abort(self, request: Request) -> None:
         """Ends what of a request is not done; its pages may serve others at once."""

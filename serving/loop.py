@@ -295,17 +295,12 @@ class ServingLoop:
         with self._inbox:
             arrived, self._arrived = self._arrived, deque()
             aborted, self._aborted = self._aborted, deque()
-        refused: list[Request] = []
         for request in arrived:
-            try:
-                self._engine.add(request)
-            except EngineDeadError as error:  # It has stopped since `submit`.
-                self._engine.requests.end(request, error, step_failed=True)
-                refused.append(request)
+            self._engine.add(request)
         for request in aborted:
             if not request.finished:
                 self._engine.abort(request)
-        self._hand_out([*refused, *aborted])
+        self._hand_out(aborted)
 
     def _hand_out(self, changed: Iterable[Request]) -> None:
         """Tells callers of what has grown or ended; the metrics tell of it before they do."""

@@ -417,7 +417,12 @@ def test_awaiting(folder: Path, expected: list[list[int]]) -> None:
             assert loop.reset_prefix_cache()
             last = loop.submit(ids(9), greedy(200))
             close, go_on = loop.close, threading.Event()
-            loop.close = lambda: (go_on.wait(60), close())
+
+            def close_later() -> None:
+                go_on.wait(60)
+                close()
+
+            loop.close = close_later
             ticking = asyncio.create_task(tick())
             asyncio.get_running_loop().call_later(0.01, go_on.set)
             before = ticks
