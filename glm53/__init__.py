@@ -1,6 +1,7 @@
 """GLM-5.3 inference in JAX with a paged KV cache."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from serving.request_stream import RequestStream
     from serving.sampling_params import SamplingParams
 
+    __version__: str
+
 __all__ = [
     "LLM",
     "EngineDeadError",
@@ -23,6 +26,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "ServingLoop",
+    "__version__",
 ]
 
 _HOMES = {
@@ -40,6 +44,12 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imports public names on first use, so that the model does not import the entry points."""
+    if name == "__version__":
+        return importlib.metadata.version("glm53")
     if name not in _HOMES:
         raise AttributeError(f"module 'glm53' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -59,7 +59,7 @@ def check_mesh(config: GLMConfig, mesh: Mesh) -> None:
     for axis, (field, size) in sizes.items():
         if RULES[axis] is not None and size % num_devices:
             raise ValueError(
-                f"a mesh of {num_devices} devices does not divide the axis '{axis}' "
+                f"{num_devices} devices (tensor_parallel_size) do not divide the axis '{axis}' "
                 f"({field} = {size})"
             )
 

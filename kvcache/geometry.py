@@ -70,9 +70,11 @@ class KVGeometry:
             )
         last_row = self.slab_rows + self.host_pages * self.rows_per_device
         if last_row >= 1 << 31:
+            most = ((1 << 31) - 1) // (self.num_layers * self.rows_per_device)
             raise ValueError(
-                f"{last_row} rows of device_pages {self.device_pages} and host_pages "
-                f"{self.host_pages} exceed what a physical row id can name"
+                f"device_pages {self.device_pages} and host_pages {self.host_pages} have "
+                f"{last_row} rows, more than row ids name: set device_pages to at most {most}, or "
+                "to less with host_pages"
             )
         if self.hot_rows > MAX_HOT_ROWS:
             raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
@@ -168,23 +170,26 @@ class KVGeometry:
         """Bytes of the store in host memory."""
         return self.host_pages * self.page_bytes
 
-    def pages_within(self, device_bytes: int, host_bytes: int) -> tuple[int, int]:
+    def pages_within(
+        self, device_bytes: int, host_bytes: int, min_device_pages: int = 1
+    ) -> tuple[int, int]:
         """Most device and host pages whose bytes fit, index keys of both on the devices.
 
         Args:
             device_bytes: bytes on all devices together, for rows and index keys.
             host_bytes: bytes in host memory.
+            min_device_pages: device pages that host pages leave room for.
 
         Returns:
             Device pages and host pages. Host pages come first: without index keys on the device
             they are of no use.
         """
         host_pages = host_bytes // self.page_bytes
-        # A host page may take index room on the device, but no more than leaves one page there.
-        spare = device_bytes - self.page_bytes - self.index_page_bytes
+        device_page_bytes = self.page_bytes + self.index_page_bytes
+        spare = device_bytes - min_device_pages * device_page_bytes
         host_pages = max(0, min(host_pages, spare // self.index_page_bytes))
         left = device_bytes - host_pages * self.index_page_bytes
-        return left // (self.page_bytes + self.index_page_bytes), host_pages
+        return left // device_page_bytes, host_pages
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

@@ -27,6 +27,7 @@ from serving.generation_config import GenerationConfig
 from serving.metrics import EngineCounters, LoopMetrics
 from serving.model_runner import Launched, ModelRunner, SequenceResult
 from serving.open_requests import OpenRequests
+from serving.outputs import TokenTexts
 from serving.prefix_transfer import PrefixTransfer
 from serving.request import Continuation, Request
 from serving.request_reader import RequestReader
@@ -95,7 +96,7 @@ class Engine:
             geometry,
             mesh,
             Buckets.for_geometry(geometry, most_step_rows(geometry, batched_tokens)),
-            self._decode_token if has_tokenizer else None,
+            None if self.tokenizer is None else TokenTexts(self.tokenizer),
         )
         self.reader = RequestReader(
             tokenizer=self.tokenizer,
@@ -107,6 +108,7 @@ class Engine:
             device_pages=geometry.device_pages,
             # With "swap" the pages of what runs are all on the devices.
             host_pages=0 if options.kv_policy == "swap" else geometry.host_pages,
+            page_options=store_options.page_options,
             enable_prefix_caching=options.enable_prefix_caching,
         )
         self._transfer = PrefixTransfer(self.runner)
@@ -310,6 +312,9 @@ class Engine:
     def _note_token(self, sequence: Continuation, now: float) -> None:
         request, counters = self.requests.owner(sequence), self._counters
         self.requests.note_grown(request)
+        request.first_token = request.first_token or now
+        if sequence.finished:
+            request.ended = now
         self._state.failures.end()
         counters.generated_tokens += 1
         if sequence.last_token_at is not None:
@@ -325,7 +330,3 @@ class Engine:
         assert isinstance(sequence, Continuation)
         drop_tracebacks(error)
         self._abort(self.requests.owner(sequence), error)
-
-    def _decode_token(self, token: int) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.decode([token], skip_special_tokens=False)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from glm53.config import GLMConfig
 from pallas_kernels.row_format import ROW_KINDS, RowKind
+from serving.other_names import ENGINE_NAMES, FORMAT_NAMES, explain_unknown_names
+from serving.plain_values import plain_value
 
 BUILT_IN_MODEL = "tiny"
 
@@ -21,6 +23,7 @@ _DTYPES = ("auto", "float32", "bfloat16")
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_CPU = 8192, 512
 
 
+@explain_unknown_names(ENGINE_NAMES)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How an engine is to run a model.
@@ -53,6 +56,8 @@ class EngineOptions:
             takes 1 GiB a device.
 
     Raises:
+        TypeError: an unknown option; the message says what it is called here, if it is known from
+            elsewhere.
         ValueError: a count, a flag or the model is none; the message names it. All else is refused
             when the engine is made.
     """
@@ -74,7 +79,10 @@ class EngineOptions:
     memory_fraction: float | int = MEMORY_FRACTION
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path):
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, plain_value(getattr(self, name)))
+        # An empty path would be the current directory.
+        if not isinstance(self.model, str | Path) or not str(self.model):
             raise ValueError(f"model must be text or a path, got {self.model!r}")
         for name in ("tensor_parallel_size", "max_num_seqs"):
             check_count(name, getattr(self, name))
@@ -129,8 +137,8 @@ def resolve_numerics(
     Raises:
         ValueError: an option is refused.
     """
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {_DTYPES}, got {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {_DTYPES}, got {_format_name(dtype)}")
     if activation_quantization not in ("auto", "none", "fp8_1x128"):
         raise ValueError(
             "activation_quantization must be 'auto', 'none' or 'fp8_1x128', got "
@@ -164,6 +172,18 @@ def resolve_row_kind(kv_cache_dtype: str, compute_dtype: str) -> RowKind:
     """The format of cached rows; a ValueError for one that there is not."""
     kind = compute_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     for known in ROW_KINDS:
-        if kind == known:
+        if isinstance(kind, str) and kind == known:
             return known
-    raise ValueError(f"kv_cache_dtype must be 'auto' or one of {ROW_KINDS}, got {kv_cache_dtype!r}")
+    raise ValueError(
+        f"kv_cache_dtype must be 'auto' or one of {ROW_KINDS}, got {_format_name(kv_cache_dtype)}"
+    )
+
+
+def _format_name(value: object) -> str:
+    """A value that is no format, and what it is called here if it is known from elsewhere."""
+    if isinstance(value, str):
+        hint = FORMAT_NAMES.get(value)
+    else:  # such as the types of numpy, jax and torch
+        name = str(getattr(value, "__name__", value)).removeprefix("torch.")
+        hint = FORMAT_NAMES.get(name, f"pass the text {name!r}" if name in ROW_KINDS else None)
+    return f"{value!r}: {hint}" if hint else repr(value)

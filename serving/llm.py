@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
 from serving.engine_options import (
     BUILT_IN_MODEL,
@@ -22,16 +23,18 @@ from serving.engine_options import (
     EngineOptions,
     KVPolicy,
 )
+from serving.metrics import LoopMetrics
+from serving.other_names import ENGINE_NAMES, explain_unknown_names
 from serving.outputs import RequestOutput, failed_output
 from serving.request import Request
-from serving.request_reader import Prompt
+from serving.request_reader import Params, Prompt, Prompts, list_prompts, spread_params
 from serving.sampling_params import SamplingParams
 from serving.shared_engine import OnError, SharedEngine, dereference
 
-Params = SamplingParams | Sequence[SamplingParams] | None
 Conversation = Sequence[Mapping[str, Any]]
 
 
+@explain_unknown_names(ENGINE_NAMES)
 class LLM:
     """A loaded model with its KV store.
 
@@ -66,6 +69,8 @@ class LLM:
     Raises:
         FileNotFoundError: the model is not there.
         CheckpointError: its weights are damaged or of another model.
+        TypeError: an unknown argument; the message says what it is called here, if it is known from
+            elsewhere.
         ValueError: an argument is refused; the message names it.
     """
 
@@ -117,6 +122,18 @@ class LLM:
         """What the cache did for all requests that are done."""
         return self._engine.runner.counters
 
+    def metrics(self) -> LoopMetrics:
+        """How the engine stands: sequences, pages, preemptions and counts since the start."""
+        return self._engine.metrics()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, None if it has none."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters has: the model's own choices, and else the defaults."""
+        return SamplingParams().filled(self._engine.reader.generation_config.sampling)
+
     def close(self) -> None:
         """Ends all that runs and frees the memory of weights and KV store, on the devices and in
         host memory. It may be called again; every other call then raises a RuntimeError.
@@ -147,7 +164,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
@@ -156,8 +173,8 @@ class LLM:
         """Continues prompts.
 
         Args:
-            prompts: one prompt or several: text, `{"prompt": text}` or
-                `{"prompt_token_ids": [ids]}`.
+            prompts: one prompt or several: text, a list of token ids, `{"prompt": text}` or
+                `{"prompt_token_ids": [ids]}`. An iterator is drawn to its end first.
             sampling_params: one for all prompts, or one each; None is the defaults.
             use_tqdm: show progress, if standard error is a terminal.
             on_error: "raise" refuses the whole call for a bad prompt, and raises what goes wrong
@@ -170,12 +187,12 @@ class LLM:
         Raises:
             ValueError, TypeError: a prompt or parameter is refused. Nothing has been computed then.
         """
-        requests = self._read_all("prompts", _listed(prompts), sampling_params, on_error)
+        requests = self._read_all("prompts", list_prompts(prompts), sampling_params, on_error)
         return self._finish(requests, use_tqdm, on_error)
 
     def generate_iter(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Params = None,
         *,
         stream: bool = False,
@@ -198,7 +215,7 @@ class LLM:
         Raises:
             ValueError, TypeError: a prompt or parameter is refused. Nothing has been computed then.
         """
-        requests = self._read_all("prompts", _listed(prompts), sampling_params, on_error)
+        requests = self._read_all("prompts", list_prompts(prompts), sampling_params, on_error)
         return self._shared.outputs(requests, stream, on_error)
 
     def chat(
@@ -273,7 +290,7 @@ class LLM:
         """Writes the cached rows of a prompt to a file, computing those that are not cached.
 
         Args:
-            prompt: text, `{"prompt": text}` or `{"prompt_token_ids": [ids]}`.
+            prompt: text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [ids]}`.
             path: the file, replaced if it exists.
 
         Returns:
@@ -328,7 +345,7 @@ class LLM:
         self._shared.check_usable()
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        spread = _spread_params(params, len(prompts))
+        spread = spread_params(params, len(prompts))
         return [
             self._read(f"{what}[{place}]", prompt, param, on_error)
             for place, (prompt, param) in enumerate(zip(prompts, spread, strict=True))
@@ -369,24 +386,3 @@ class LLM:
                 )
                 progress.update()
         return [found[place] for place in range(len(requests))]
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise TypeError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
-    return prompts
-
-
-def _spread_params(params: Params, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence):
-        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
-    for number, param in enumerate(params):
-        if not isinstance(param, SamplingParams):
-            raise TypeError(f"sampling_params[{number}] is a {type(param).__name__}")
-    return list(params)

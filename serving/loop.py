@@ -80,7 +80,8 @@ class ServingLoop:
         """Queues a prompt; returns at once.
 
         Args:
-            prompt: text, or a dict with `prompt`, `prompt_token_ids` or `messages`, as for `LLM`.
+            prompt: text, token ids, or a dict with `prompt`, `prompt_token_ids` or `messages`, as
+                for `LLM`.
             params: how to continue it; None is the defaults.
             priority: higher goes first, and is parked last.
             request_id: its name; None gives it one that is new.

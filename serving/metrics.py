@@ -3,7 +3,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from kvcache import CacheCounters
@@ -92,7 +91,7 @@ class LoopMetrics:
 
     def __post_init__(self) -> None:
         for name in ("pages", "finished"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+            object.__setattr__(self, name, dict(getattr(self, name)))
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as dicts and numbers, as for JSON."""

@@ -22,7 +22,7 @@ from glm53.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
 from kvcache.host_tier import READS
 from serving.buckets import Buckets, fit
-from serving.outputs import TokenLogprobs
+from serving.outputs import TokenLogprobs, TokenTexts
 from serving.request import Continuation
 from serving.sampling.logprobs import TopLogprobs, top_logprobs
 from serving.sampling.sampler import Sampler
@@ -110,7 +110,7 @@ class ModelRunner:
         geometry: sizes of the store.
         mesh: where everything is.
         buckets: shapes of the steps.
-        decode_token: gives a token's text, or None without a tokenizer.
+        token_texts: the tokens' texts, or None without a tokenizer.
 
     Attributes:
         config: the model.
@@ -127,11 +127,11 @@ class ModelRunner:
         geometry: KVGeometry,
         mesh: Mesh,
         buckets: Buckets,
-        decode_token: Callable[[int], str] | None,
+        token_texts: TokenTexts | None,
     ) -> None:
         self.config, self.geometry = config, geometry
         self.params, self._mesh, self.buckets = params, mesh, buckets
-        self._decode_token = decode_token
+        self._token_texts = token_texts
         self._steps = compiled_steps(config, geometry, mesh)
         self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
         self._closed = CacheCounters()
@@ -279,12 +279,15 @@ class ModelRunner:
         Raises:
             Exception: whatever went wrong on the device, in this launch or one before it.
         """
-        sequences, decode = launched.sequences, self._decode_token
+        sequences = launched.sequences
+        texts = [self._token_texts if one.params.detokenize else None for one in sequences]
         tokens = np.asarray(launched.tokens)[: len(sequences)].tolist()
-        logprobs = _fetched(launched.scores, tokens, decode)
+        logprobs = _fetched(launched.scores, tokens, texts)
         prompt = None
         if launched.prompt_scores is not None:
-            entries = [_fetched(each, tokens, decode) for each in launched.prompt_scores]
+            entries = [
+                _fetched(each, tokens, texts * len(each.counts)) for each in launched.prompt_scores
+            ]
             prompt = tuple(entry for some in entries for entry in some if entry is not None)
         if launched.reads is None:
             reads = np.zeros((len(sequences), len(READS)), np.int64)
@@ -426,7 +429,7 @@ def _rows_from(
 
 
 def _fetched(
-    scores: _Scores | None, chosen: Sequence[int], decode: Callable[[int], str] | None
+    scores: _Scores | None, chosen: Sequence[int], texts: Sequence[TokenTexts | None]
 ) -> list[TokenLogprobs | None]:
     if scores is None:
         return [None] * len(chosen)
@@ -439,9 +442,10 @@ def _fetched(
             token,
             float(found.chosen[row]),
             int(found.rank[row]),
-            found.token_ids[row, :count],
-            found.logprobs[row, :count],
-            decode,
+            # Copies: a view would keep what the whole batch has found.
+            found.token_ids[row, :count].copy(),
+            found.logprobs[row, :count].copy(),
+            text,
         )
-        for row, (token, count) in enumerate(zip(tokens, scores.counts, strict=True))
+        for row, (token, count, text) in enumerate(zip(tokens, scores.counts, texts, strict=True))
     ]

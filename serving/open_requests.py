@@ -1,6 +1,7 @@
 """The requests that an engine has taken and not ended."""
 
 import threading
+import time
 
 from serving.metrics import EngineCounters
 from serving.request import Continuation, Request
@@ -58,6 +59,8 @@ class OpenRequests:
     def start(self, sequence: Continuation) -> None:
         """Notes that a sequence is about to have rows on the device."""
         self._started.add(sequence)
+        request = self._owners[sequence]
+        request.started = request.started or time.monotonic()
 
     def note_grown(self, request: Request) -> None:
         """Notes that a request's output has grown or ended."""

@@ -13,6 +13,7 @@ from serving.output_text import OutputText
 from serving.outputs import (
     CompletionOutput,
     FinishReason,
+    RequestMetrics,
     RequestOutput,
     TokenLogprobs,
     failed_output,
@@ -109,19 +110,13 @@ class Continuation:
     def output(self, index: int) -> CompletionOutput:
         """What there is so far."""
         wanted = self.params.logprobs is not None
-        chosen = (
-            [
-                entry[token].logprob
-                for entry, token in zip(self.logprobs, self.output_ids, strict=True)
-            ]
-            if wanted
-            else []
-        )
         return CompletionOutput(
             index=index,
             text=self.text.text if self.text is not None else "",
             token_ids=list(self.output_ids),
-            cumulative_logprob=sum(chosen) if wanted else None,
+            cumulative_logprob=sum(entry.token_logprob for entry in self.logprobs)
+            if wanted
+            else None,
             logprobs=list(self.logprobs) if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -136,7 +131,11 @@ class Request:
         request_id: its name within the engine.
         prompt: the prompt's text, or None where only ids were given.
         continuations: one for each of `SamplingParams.n`.
-        arrival: when it came, by `time.monotonic`.
+        arrival: when it came, by `time.monotonic`, as all times but the next.
+        arrival_time: when it came, in seconds since 1970.
+        started: when its first continuation started, or None.
+        first_token: when its first token was known, or None.
+        ended: when a continuation of it ended last, or None.
         error: what it failed with, or None.
         step_failed: whether that was the engine's failure and not its own.
         encoded: the prompt as the cache looks it up, until the engine has the request.
@@ -146,6 +145,10 @@ class Request:
     prompt: str | None
     continuations: list[Continuation]
     arrival: float = dataclasses.field(default_factory=time.monotonic)
+    arrival_time: float = dataclasses.field(default_factory=time.time)
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
     error: Exception | None = None
     step_failed: bool = False
     encoded: EncodedTokens | None = None
@@ -173,6 +176,7 @@ class Request:
         for part in self.continuations:
             if not part.finished:
                 part.finish_reason = "abort"
+                self.ended = time.monotonic()
 
     def output(self) -> RequestOutput:
         """What there is so far; nothing but the error if it failed."""
@@ -183,10 +187,25 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(first.token_ids),
-            prompt_logprobs=first.prompt_logprobs,
+            prompt_logprobs=None if first.prompt_logprobs is None else list(first.prompt_logprobs),
             outputs=[part.output(index) for index, part in enumerate(self.continuations)],
             finished=self.finished,
             cache_counters=sum(
                 (part.cache_counters for part in self.continuations), start=CacheCounters()
             ),
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        def passed(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.arrival
+
+        def by_the_wall(moment: float | None) -> float | None:
+            return None if moment is None else self.arrival_time + (moment - self.arrival)
+
+        return RequestMetrics(
+            arrival_time=self.arrival_time,
+            time_in_queue=passed(self.started),
+            first_token_time=by_the_wall(self.first_token),
+            finished_time=by_the_wall(self.ended) if self.finished else None,
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,22 @@ from glm53.tokenizer import Tokenizer
 from kvcache import EncodedTokens
 from serving.generation_config import GenerationConfig
 from serving.output_text import OutputText
+from serving.plain_values import plain_value
 from serving.request import Continuation, Request
-from serving.sampling.state import SlotSampling
+from serving.sampling.state import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_STOP_IDS,
+    SlotSampling,
+)
 from serving.sampling_params import SamplingParams
 
-Prompt = str | Mapping[str, Any]
-"""Text, or a dict with `prompt`, `prompt_token_ids`, or `messages` with `tools` and options."""
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+"""Text, token ids, or a dict with `prompt`, `prompt_token_ids`, or `messages` with `tools` and
+options."""
+
+Prompts = Prompt | Iterable[Prompt]
+Params = SamplingParams | Iterable[SamplingParams] | None
 
 _BEYOND_GREEDY = {
     "repetition_penalty": 1,
@@ -49,6 +59,7 @@ class RequestReader:
         rows_per_page: tokens of a page.
         device_pages: pages of the store on the device.
         host_pages: pages of the store in host memory that a running sequence may have.
+        page_options: the options of the engine that make these pages more.
         enable_prefix_caching: whether requests continue from rows of others.
     """
 
@@ -60,6 +71,7 @@ class RequestReader:
     rows_per_page: int
     device_pages: int
     host_pages: int
+    page_options: str
     enable_prefix_caching: bool = True
 
     def read(
@@ -70,6 +82,7 @@ class RequestReader:
         Raises:
             ValueError, TypeError: something is refused.
         """
+        priority = plain_value(priority)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority must be an integer, got {priority!r}")
         if not isinstance(params, SamplingParams):
@@ -89,9 +102,10 @@ class RequestReader:
                 f"min_tokens {params.min_tokens} is more than the {max_tokens} tokens for which "
                 f"max_tokens and max_model_len {self.max_model_len} leave room"
             )
-        self._check_pages(len(token_ids), max_tokens, params)
+        self._check_pages(len(token_ids), params, max_tokens)
+        sampling = self._sampling(token_ids, params)
         parts = [
-            self._continuation(token_ids, _numbered(params, number), max_tokens, priority)
+            self._continuation(token_ids, params, sampling, number, max_tokens, priority)
             for number in range(params.n)
         ]
         encoded = None
@@ -104,8 +118,11 @@ class RequestReader:
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
+        elif _is_id_list(prompt):
+            prompt = {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
-            raise TypeError(f"the prompt must be text or a dict, got {type(prompt).__name__}")
+            kind = type(prompt).__name__
+            raise TypeError(f"the prompt must be text, token ids or a dict, got {kind}")
         if "messages" in prompt:
             text = _render(prompt)
             return text, self._checked_ids(self._encode("the conversation", text))
@@ -114,8 +131,7 @@ class RequestReader:
             raise ValueError(f"the prompt has unknown field {min(unknown, key=str)!r}")
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if token_ids is not None:
-            is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim == 1
-            if not is_array and not isinstance(token_ids, list | tuple):
+            if not _is_id_list(token_ids):
                 raise TypeError("prompt_token_ids must be a list of ids")
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"prompt must be text, got {type(text).__name__}")
@@ -156,23 +172,44 @@ class RequestReader:
             raise ValueError(
                 f"allowed_token_ids are all stop ids, which min_tokens {params.min_tokens} excludes"
             )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop is text, but the model has no tokenizer.json")
-
-    def _check_pages(self, prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
-        needed = -(-(prompt_tokens + max_tokens - 1) // self.rows_per_page)
-        if needed > self.device_pages + self.host_pages:
+        num_stop_ids = len(self._stop_ids(params))
+        if params.min_tokens and num_stop_ids > MAX_STOP_IDS:
             raise ValueError(
-                f"the prompt with max_tokens {params.max_tokens} needs {needed} pages, "
-                f"device_pages is {self.device_pages} and host_memory_gib holds {self.host_pages}"
+                f"stop_token_ids has {len(params.stop_token_ids or ())} ids; with min_tokens they "
+                f"and the model's end-of-sequence ids may be {MAX_STOP_IDS}, and are {num_stop_ids}"
             )
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"{name} is text, but the model has no tokenizer.json")
+
+    def _check_pages(self, prompt_tokens: int, params: SamplingParams, max_tokens: int) -> None:
+        pages = self.device_pages + self.host_pages
+        needed = -(-(prompt_tokens + max_tokens - 1) // self.rows_per_page)
+        if needed <= pages:
+            return
+        given = f"max_tokens {params.max_tokens}"
+        if params.max_tokens != max_tokens:
+            given += f", which is {max_tokens} within max_model_len {self.max_model_len}"
+        fitting = pages * self.rows_per_page - prompt_tokens + 1
+        lower = f"set max_tokens to at most {fitting}, or " if fitting > 0 else ""
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens, {given}: they need {needed} pages of "
+            f"{self.rows_per_page} tokens, of which the store has {pages} for a request; "
+            f"{lower}raise {self.page_options}"
+        )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         return eos | frozenset(params.stop_token_ids or ())
 
     def _continuation(
-        self, token_ids: list[int], params: SamplingParams, max_tokens: int, priority: int
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        sampling: SlotSampling | None,
+        number: int,
+        max_tokens: int,
+        priority: int,
     ) -> Continuation:
         text = None
         if self.tokenizer is not None and params.detokenize:
@@ -182,21 +219,22 @@ class RequestReader:
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
             )
-        stop_ids = self._stop_ids(params)
+        if sampling is not None:
+            sampling = dataclasses.replace(sampling, seed=_seed(params, number))
         return Continuation(
             token_ids,
-            params,
+            # The first continuation tells of the prompt, for all.
+            params if number == 0 else dataclasses.replace(params, prompt_logprobs=None),
             max_tokens,
-            stop_ids,
-            self._sampling(token_ids, params, stop_ids),
+            self._stop_ids(params),
+            sampling,
             text,
             priority,
             self.enable_prefix_caching,
         )
 
-    def _sampling(
-        self, token_ids: list[int], params: SamplingParams, stop_ids: frozenset[int]
-    ) -> SlotSampling | None:
+    def _sampling(self, token_ids: list[int], params: SamplingParams) -> SlotSampling | None:
+        """What the sampler needs to know, but for the seed of each continuation."""
         plain = all(getattr(params, name) == off for name, off in _BEYOND_GREEDY.items())
         listed = params.logit_bias or params.allowed_token_ids or params.bad_words
         if params.temperature == 0 and plain and not listed:
@@ -204,25 +242,83 @@ class RequestReader:
         return SlotSampling(
             **{name: float(getattr(params, name)) for name in _NUMBERS},
             top_k=max(params.top_k or 0, 0),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=0,
             min_tokens=params.min_tokens,
             # Masked only while fewer than min_tokens are there.
-            stop_ids=sorted(stop_ids) if params.min_tokens else (),
+            stop_ids=sorted(self._stop_ids(params)) if params.min_tokens else (),
             logit_bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()},
             allowed_token_ids=params.allowed_token_ids,
-            bad_words=self._bad_words(params),
+            bad_words=self._bad_words(params.bad_words or ()),
             prompt_token_ids=token_ids,
         )
 
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Ids of each bad word as the start of a text and, where that differs, behind a space."""
-        found = []
-        for word in params.bad_words or ():
-            bare = self._encode("bad_words", word.lstrip())
-            spaced = self._encode("bad_words", " " + word.lstrip())
-            found += [bare, spaced] if spaced != bare else [bare]
-        # An id that the model lacks it cannot generate.
-        return [ids for ids in found if ids and max(ids) < self.vocab_size]
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of each word and, unless it begins with white space, of the word behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for number, word in enumerate(words):
+            where = f"bad_words[{number}]"
+            for form in [word] if word[0].isspace() else [word, " " + word]:
+                ids = self._encode(where, form)
+                if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+                    raise ValueError(
+                        f"{where} {form!r} has {len(ids)} tokens, it may have 1 to "
+                        f"{MAX_BAD_WORD_TOKENS}"
+                    )
+                # An id that the model lacks it cannot generate.
+                if max(ids) < self.vocab_size:
+                    found[tuple(ids)] = None
+        if len(found) > MAX_BAD_WORDS:
+            raise ValueError(
+                f"bad_words has {len(words)} words, {len(found)} with those behind a space: the "
+                f"limit is {MAX_BAD_WORDS}"
+            )
+        return list(found)
+
+
+def list_prompts(prompts: Prompts) -> list[Prompt]:
+    """The prompts of a call, of which one alone needs no list.
+
+    Args:
+        prompts: one prompt, or an iterable of prompts, which is drawn to its end. A list that
+            begins with a number is one prompt of token ids.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    found: list[Any] = [prompts]
+    if isinstance(prompts, str | Mapping):
+        return found
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise TypeError(f"prompts must be a prompt or an iterable of prompts, got {kind}")
+    found = list(prompts)
+    if found and isinstance(found[0], int | np.integer) and not isinstance(found[0], bool):
+        return [found]
+    return found
+
+
+def spread_params(params: Params, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts.
+
+    Args:
+        params: one for all, one each, or None for the defaults.
+        count: prompts of the call.
+
+    Raises:
+        TypeError: there is something else than parameters.
+        ValueError: there are more or fewer.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+    found = list(params)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} sampling_params for {count} prompts")
+    for number, param in enumerate(found):
+        if not isinstance(param, SamplingParams):
+            raise TypeError(f"sampling_params[{number}] is a {type(param).__name__}")
+    return found
 
 
 def _render(prompt: Mapping[str, Any]) -> str:
@@ -236,9 +332,14 @@ def _render(prompt: Mapping[str, Any]) -> str:
     return chat.render(prompt["messages"], prompt.get("tools"), **options)
 
 
-def _numbered(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of one of several continuations; the first tells of the prompt."""
-    if number == 0:
-        return params
-    seed = None if params.seed is None else params.seed + number
-    return dataclasses.replace(params, seed=seed, prompt_logprobs=None)
+def _is_id_list(value: object) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _seed(params: SamplingParams, number: int) -> int:
+    """The seed of one of several continuations, 64 bits."""
+    if params.seed is None:
+        return secrets.randbits(64)
+    return (params.seed + number) % (1 << 64)

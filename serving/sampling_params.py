@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from serving.other_names import SAMPLING_NAMES, explain_unknown_names
+from serving.plain_values import plain_value
+
 Number = float | int
 MAX_LOGPROBS = 20
 """Most `logprobs` of a token, short of the whole vocabulary (-1)."""
@@ -22,12 +25,14 @@ _DEFAULTS = {
 }
 
 
+@explain_unknown_names(SAMPLING_NAMES)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Choices about the tokens to generate.
 
-    The fields whose default is None, up to `repetition_penalty`, then take the value of the model's
-    `generation_config.json`, or else the value in brackets, which changes nothing.
+    Numbers and arrays of numpy are taken, and kept as Python's. The fields whose default is None,
+    up to `repetition_penalty`, then take the value of the model's `generation_config.json`, or else
+    the value in brackets, which changes nothing.
 
     Attributes:
         temperature: divides the logits [1]; 0 is greedy: the most likely token, the lowest id among
@@ -39,8 +44,9 @@ class SamplingParams:
             the prompt or output holds [1].
         presence_penalty: subtracted from the logits of tokens that the output holds.
         frequency_penalty: subtracted once for each time that the output holds the token.
-        seed: makes the output repeatable, alone or in any batch; None is a new one each time.
-        n: how many continuations; the i-th, from 0, has seed `seed + i`.
+        seed: makes the output repeatable, alone or in any batch; None and -1 are a new one each
+            time.
+        n: how many continuations; the i-th, from 0, has seed `seed + i`, modulo 2**64.
         stop: texts that end the output, which is cut before them.
         stop_token_ids: ids that end the output, besides the model's end-of-sequence ids.
         include_stop_str_in_output: leave the stop text, or the stop token's text, in the text.
@@ -52,12 +58,14 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token.
         logit_bias: added to the logits of these token ids, -100 to 100.
         allowed_token_ids: nothing else is generated; None is no limit.
-        bad_words: texts not to generate. A word is let through where nothing else is left.
-        detokenize: give text, not only ids.
+        bad_words: texts not to generate, each as its tokens are; also behind a space, unless it
+            begins with white space itself. A word is let through where nothing else is left.
+        detokenize: give text, also of tokens in log-probabilities, and not only ids.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
-        TypeError: an unknown field.
+        TypeError: an unknown field; the message says what it is called here, if it is known from
+            elsewhere.
         ValueError: a field is out of range.
     """
 
@@ -85,12 +93,16 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = plain_value(getattr(self, name))
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            if value is None or isinstance(value, list):
-                object.__setattr__(self, name, tuple(value or ()))
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
+        if _is_int(self.seed, -1) and self.seed == -1:
+            object.__setattr__(self, "seed", None)
         self._check_numbers()
         self._check_lists()
         for name in (
@@ -160,7 +172,7 @@ class SamplingParams:
             ids = getattr(self, name)
             if name == "allowed_token_ids" and ids is None:
                 continue
-            if not isinstance(ids, list | tuple) or not all(_is_int(token, 0) for token in ids):
+            if not isinstance(ids, tuple) or not all(_is_int(token, 0) for token in ids):
                 raise ValueError(f"{name} must be token ids, got {ids!r}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, which leaves no token to generate")
@@ -174,6 +186,10 @@ class SamplingParams:
                     f"logit_bias must map token ids to numbers from -100 to 100, got "
                     f"{token!r}: {bias!r}"
                 )
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one."""
+        return dataclasses.replace(self)
 
     def filled(self, defaults: Mapping[str, Any]) -> "SamplingParams":
         """These parameters, what the caller left out taken from `defaults`, then from ours."""

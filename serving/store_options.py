@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,6 +85,11 @@ class StoreOptions:
             memory_fraction=options.memory_fraction,
         )
 
+    @property
+    def page_options(self) -> str:
+        """The options that give a request more pages, for messages."""
+        return "device_pages or host_memory_gib" if self.kv_policy == "hybrid" else "device_pages"
+
     def reserve_host_memory(self) -> None:
         """Has jax pin as much host memory as the store may take, which it does only if it uses no
         device yet."""
@@ -127,24 +133,22 @@ def resolve_geometry(
         device_bytes = sum(
             _free_bytes(device, options.memory_fraction) for device in mesh.devices.flat
         )
-        device_pages, host_pages = one_page.pages_within(device_bytes, host_bytes)
-        device_pages = min(device_pages, needed)
+        device_pages, host_pages = _fitting_pages(
+            one_page,
+            options,
+            device_bytes,
+            host_bytes,
+            "set device_pages" if on_cpu else "raise memory_fraction",
+        )
     else:
         device_pages, host_pages = options.device_pages, host_bytes // one_page.page_bytes
-    # Room for a copy of each page: hot rows and staging take places on the device.
-    host_pages = min(host_pages, needed) if needed > device_pages else 0
+        # Room for a copy of each page: hot rows and staging take places on the device.
+        host_pages = min(host_pages, needed) if needed > device_pages else 0
     asked = options.host_memory_gib is not None and needed > device_pages
     if asked and host_bytes < one_page.page_bytes:
         raise ValueError(
             f"host_memory_gib {options.host_memory_gib} is less than a page of "
             f"{one_page.page_bytes / 2**30:.3g} GiB: raise it or use kv_policy='resident'"
-        )
-    usable = device_pages + host_pages * (options.kv_policy == "hybrid")
-    if options.device_pages is None and usable < one_page.max_pages_per_sequence:
-        raise ValueError(
-            f"memory for {device_pages} pages on the device and {host_pages} in host memory is "
-            f"less than the {one_page.max_pages_per_sequence} that max_model_len needs with "
-            f"kv_policy {options.kv_policy!r}: lower max_model_len or raise host_memory_gib"
         )
     geometry = dataclasses.replace(one_page, device_pages=device_pages)
     if host_pages:
@@ -158,8 +162,8 @@ def resolve_geometry(
             geometry = _with_hot_rows(geometry, options.hot_rows, index_topk)
         if not on_cpu and geometry.host_bytes > pinnable_bytes():
             raise ValueError(
-                f"host_memory_gib {options.host_memory_gib} is more than the "
-                f"{pinnable_bytes() / 2**30:.0f} GiB that jax was started with: lower it, or set "
+                f"host_memory_gib {options.host_memory_gib} is more than jax was started with: "
+                f"set it to at most {pinnable_bytes() >> 30}, or set "
                 f"{LIMIT_VARIABLE}={limit_for(geometry.host_bytes)} before jax uses a device"
             )
     logger.info(
@@ -171,6 +175,58 @@ def resolve_geometry(
         geometry.host_bytes / 2**30,
     )
     return geometry
+
+
+def _fitting_pages(
+    one_page: KVGeometry, options: StoreOptions, device_bytes: int, host_bytes: int, more: str
+) -> tuple[int, int]:
+    """Device and host pages for which there is memory, as far as all sequences can use them.
+
+    `more` tells how the devices could hold more.
+    """
+    needed = one_page.max_sequences * one_page.max_pages_per_sequence
+    without_host, _ = one_page.pages_within(device_bytes, 0)
+    if without_host >= needed:
+        return needed, 0
+    wanted = min(host_bytes // one_page.page_bytes, needed)
+    device_pages, host_pages = one_page.pages_within(
+        device_bytes, wanted * one_page.page_bytes, FEWEST_DEVICE_PAGES
+    )
+    if options.kv_policy == "hybrid" and host_pages == wanted:
+        more += " or raise host_memory_gib"
+    _check_longest(one_page, options.kv_policy, device_pages, host_pages, more)
+    if options.host_memory_gib is not None and host_pages < wanted:
+        given = f"host_memory_gib {options.host_memory_gib}"
+        if not host_pages:
+            raise ValueError(
+                f"{given} needs {FEWEST_DEVICE_PAGES} pages on the devices, beside the index keys "
+                f"of its own, and there is memory for {without_host}: leave it out, and use "
+                "kv_policy='resident'"
+            )
+        most = math.floor(host_pages * one_page.page_bytes / 2**30 * 1e6) / 1e6
+        raise ValueError(
+            f"{given} holds {wanted} pages, whose index keys leave less than {FEWEST_DEVICE_PAGES} "
+            f"pages on the devices: set host_memory_gib to at most {most}"
+        )
+    return device_pages, host_pages
+
+
+def _check_longest(
+    one_page: KVGeometry, kv_policy: KVPolicy, device_pages: int, host_pages: int, more: str
+) -> None:
+    """Refuses memory that does not hold the longest sequence."""
+    usable, needed = device_pages, one_page.max_pages_per_sequence
+    there = f"{device_pages} pages on the devices"
+    if kv_policy == "hybrid":
+        usable += host_pages
+        there += f" and {host_pages} in host memory"
+    if usable < needed:
+        rows = one_page.rows_per_page
+        lower = f"set max_model_len to at most {usable * rows} or " if usable else ""
+        raise ValueError(
+            f"max_model_len needs {needed} pages of {rows} tokens with kv_policy {kv_policy!r}, "
+            f"there is memory for {there}: {lower}{more}"
+        )
 
 
 def most_step_rows(geometry: KVGeometry, max_num_batched_tokens: int) -> int:
@@ -191,8 +247,9 @@ def _with_hot_rows(geometry: KVGeometry, hot_rows: int | None, index_topk: int) 
     room = device_pages - FEWEST_DEVICE_PAGES // 2 - lease_reserve(device_pages, 1)
     if hot_pages > room:
         raise ValueError(
-            f"hot_rows {hot_rows} takes {hot_pages} pages, device_pages {device_pages} leaves "
-            f"{room} for it: lower hot_rows or raise device_pages"
+            f"hot_rows {hot_rows} takes {hot_pages} of {device_pages} pages on the devices, which "
+            f"leave {room} for it: set hot_rows to at most {room * geometry.rows_per_device} or "
+            "raise device_pages"
         )
     # A layer of a page is staged at a time: a staging page has room for one of each layer.
     staging_pages = -(-geometry.max_pages_per_sequence // geometry.num_layers)

@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import glm53
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("glm53", "kvcache", "pallas_kernels", "serving")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -134,6 +136,14 @@ def test_no_private_jax(package: str) -> None:
             if isinstance(node, ast.Attribute) and node.attr == "_src"
         ]
         assert not wrong, f"{file.relative_to(ROOT)} uses {wrong}"
+
+
+def test_public_names() -> None:
+    """A name that `dir` hides or that is not there, or a version that is not the project's."""
+    assert set(glm53.__all__) <= set(dir(glm53))
+    for name in glm53.__all__:
+        assert getattr(glm53, name) is not None
+    assert glm53.__version__ == PROJECT["version"]
 
 
 def write_script(path: Path, body: str) -> None:

@@ -133,13 +133,19 @@ def test_bytes_are_those_of_the_arrays(
     st.integers(0, 200_000),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([(1,), (1, 2), (4, 4)]),
+    st.integers(1, 4),
 )
 def test_pages_within(
-    device_bytes: int, host_bytes: int, num_devices: int, group_layers: tuple[int, ...]
+    device_bytes: int,
+    host_bytes: int,
+    num_devices: int,
+    group_layers: tuple[int, ...],
+    least: int,
 ) -> None:
-    """Pages that do not fit, or room for a page that is left; a host page without its keys."""
+    """Pages that do not fit, or room for a page that is left; a host page without its keys, or one
+    whose keys leave too few device pages."""
     sizes = geometry(num_devices=num_devices, group_layers=group_layers)
-    device_pages, host_pages = sizes.pages_within(device_bytes, host_bytes)
+    device_pages, host_pages = sizes.pages_within(device_bytes, host_bytes, least)
     page, keys = sizes.page_bytes, sizes.index_page_bytes
 
     def fits(device_pages: int, host_pages: int) -> bool:
@@ -149,9 +155,9 @@ def test_pages_within(
     assert device_pages >= 0 and host_pages >= 0
     assert fits(device_pages, host_pages)
     assert not fits(device_pages + 1, host_pages)
-    # A host page more would not fit beside a device page.
-    assert not fits(1, host_pages + 1)
-    assert device_pages or not host_pages
+    # A host page more would not fit beside the least device pages.
+    assert not fits(least, host_pages + 1)
+    assert device_pages >= least or not host_pages
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
@@ -245,3 +251,13 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], named: str) 
     beyond 16."""
     with pytest.raises(ValueError, match=named):
         geometry(**changes)
+
+
+def test_device_pages_that_row_ids_cannot_name() -> None:
+    """A limit that is named and does not fit, or is less than what fits."""
+    with pytest.raises(ValueError, match=r"set device_pages to at most \d+, or") as caught:
+        geometry(device_pages=1 << 30)
+    most = int(str(caught.value).split(" at most ")[1].split(",")[0])
+    assert geometry(device_pages=most).device_pages == most
+    with pytest.raises(ValueError, match="device_pages"):
+        geometry(device_pages=most + 1)

@@ -1,9 +1,11 @@
 """The offline entry point: outputs, limits, and what bad input gets."""
 
 import contextlib
+import gc
 import json
 import re
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,9 @@ BAD_PROMPTS = [
     ({"prompt_token_ids": [-1]}, ValueError, "-1"),
     ({"prompt_token_ids": [1.5]}, ValueError, "1.5"),
     ({"prompt_token_ids": [True]}, ValueError, "True"),
+    ([], ValueError, "is empty"),
+    ([1, "x"], ValueError, "token id 'x'"),
+    (b"ab", TypeError, "bytes"),
     ({"prompt_token_ids": "12"}, TypeError, "list of ids"),
     ({"prompt_token_ids": 5}, TypeError, "list of ids"),
     ({"prompt_token_ids": b"abc"}, TypeError, "list of ids"),
@@ -208,11 +213,36 @@ def test_text_that_is_none(text_llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_prompts_that_are_no_list(llm: LLM) -> None:
-    """A generator or a number in place of the list."""
-    for prompts in (5, iter([{"prompt_token_ids": [1]}])):
+def test_prompts_that_are_none(llm: LLM) -> None:
+    """A number, or bytes, in place of prompts; parameters that are none."""
+    for prompts in (5, None, b"abc", bytearray(b"abc")):
         with pytest.raises(TypeError, match="prompts must be"):
             llm.generate(prompts)  # pyright: ignore[reportArgumentType]
+    for params in ("x", {"temperature": 0}, 5):
+        with pytest.raises(TypeError, match="sampling_params must be"):
+            llm.generate([[1]], params)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_forms_of_prompts(llm: LLM) -> None:
+    """Bare ids are one prompt, lists of ids several; iterators are drawn to their end."""
+    one, other = [7, 8, 9], [5, 6]
+    (expected,), (second,) = (llm.generate(ids(np.array(each)), greedy(4)) for each in (one, other))
+    several: list[Any] = [
+        [one, other],
+        (tuple(one), other),
+        iter([one, other]),
+        [np.array(one), other],
+        (prompt for prompt in ({"prompt_token_ids": one}, other)),
+    ]
+    for prompts in several:
+        found = llm.generate(prompts, (greedy(4) for _ in range(2)))
+        assert [output.outputs for output in found] == [expected.outputs, second.outputs]
+    for prompt in (one, tuple(one), np.array(one), range(7, 10), [one], np.array([one])):
+        (output,) = llm.generate(prompt, greedy(4))
+        assert (output.prompt_token_ids, output.outputs) == (one, expected.outputs)
+    streamed = dict(llm.generate_iter(iter([one, other]), greedy(4)))
+    assert [streamed[place].outputs for place in range(2)] == [expected.outputs, second.outputs]
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -280,7 +310,7 @@ def test_no_prompts(llm: LLM) -> None:
 def test_more_pages_than_there_are() -> None:
     """A request that the whole store cannot hold is refused, naming the limit."""
     llm = LLM(GOLDEN / "tiny_f32", device_pages=2, kv_policy="resident", **SMALL)
-    with pytest.raises(ValueError, match=r"3 pages.*device_pages is 2"):
+    with pytest.raises(ValueError, match=r"3 pages.*has 2 .*at most 9, or raise device_pages$"):
         llm.generate(ids(np.full(120, 7)), greedy(20))
     assert_idle(llm)
 
@@ -304,6 +334,7 @@ BAD_ARGUMENTS = [
     ({"max_num_seqs": None}, "max_num_seqs"),
     ({"max_num_seqs": 10**30}, "max_num_seqs"),
     ({"model": 7}, "model must be text"),
+    ({"model": ""}, "model must be text or a path, got ''"),
     ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
     ({"tensor_parallel_size": None}, "tensor_parallel_size"),
     ({"device_pages": -1}, "device_pages"),
@@ -320,7 +351,10 @@ BAD_ARGUMENTS = [
     ({"hot_rows": 40_000}, "hot_rows.*32767.*40000"),
     ({"memory_fraction": 0}, "memory_fraction"),
     ({"memory_fraction": 1.5}, "memory_fraction.*1.5"),
-    ({"tensor_parallel_size": 3}, "'heads'.*num_attention_heads = 4"),
+    (
+        {"tensor_parallel_size": 3},
+        "tensor_parallel_size.*'heads'.*num_attention_heads = 4",
+    ),
     ({"tensor_parallel_size": 64}, "tensor_parallel_size"),
     ({"latent_norm_eps": 0}, "latent_norm_eps"),
     ({"activation_quantization": "fp8_1x128"}, "activation_quantization"),
@@ -446,8 +480,16 @@ def test_narrow_cache_formats_answer(kv_cache_dtype: str) -> None:
     llm = LLM(**options)
     prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>The code of mint is 31-94.\n"
     prompt += "What is the code of mint?<|assistant|><think>"
-    (output,) = llm.generate(prompt, greedy(40))
+    (output,) = llm.generate(prompt, greedy(40, logprobs=2))
     assert "31-94" in output.outputs[0].text
+    # What is kept of an output keeps nothing of the engine.
+    engine = weakref.ref(llm._engine)
+    del llm
+    gc.collect()
+    assert engine() is None
+    assert output.outputs[0].logprobs is not None
+    first = output.outputs[0].token_ids[0]
+    assert output.outputs[0].logprobs[0][first].decoded_token == "</think>"
 
 
 def test_fp8_weights_with_the_drafts_layer() -> None:

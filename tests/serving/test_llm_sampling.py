@@ -1,5 +1,10 @@
 """Sampling, stop texts, streaming and chat through the offline entry point."""
 
+import copy
+import dataclasses
+import json
+import pickle
+import time
 from typing import Any
 
 import numpy as np
@@ -111,6 +116,15 @@ def test_lists_of_tokens(llm: LLM) -> None:
     assert word not in without.outputs[0].text.split()
 
 
+def test_a_bad_newline(llm: LLM) -> None:
+    """It is the newline that is not generated, and spaces are."""
+    newline = SamplingParams(
+        temperature=0, max_tokens=3, logit_bias={198: 50.0, 220: 40.0}, bad_words=["\n"]
+    )
+    (output,) = llm.generate(PROMPT, newline)
+    assert output.outputs[0].text == "   "
+
+
 def test_penalties(llm: LLM) -> None:
     """A frequency penalty ends repetition; the repetition penalty counts the prompt too."""
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -215,12 +229,97 @@ def test_stop_texts(llm: LLM) -> None:
 
 
 def test_ids_without_text(llm: LLM) -> None:
-    """`detokenize` false leaves the text empty and the ids as they are."""
-    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
-    (plain,) = llm.generate(PROMPT, SamplingParams(**greedy))
-    (output,) = llm.generate(PROMPT, SamplingParams(detokenize=False, **greedy))
+    """`detokenize` false leaves the text empty, also of log-probabilities, and all else as it is;
+    another request of the batch has its texts."""
+    scored: dict[str, Any] = {
+        "temperature": 0,
+        "max_tokens": 8,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+    }
+    params = [SamplingParams(**scored), SamplingParams(detokenize=False, **scored)]
+    plain, output = llm.generate([PROMPT] * 2, params)
     assert tokens(output) == tokens(plain)
     assert output.outputs[0].text == ""
+
+    def found(output: RequestOutput) -> list[dict[int, Any]]:
+        (part,) = output.outputs
+        entries = [*(output.prompt_logprobs or [])[1:], *(part.logprobs or [])]
+        return [dict(entry) for entry in entries if entry is not None]
+
+    assert len(found(plain)) == len(found(output)) == len(output.prompt_token_ids) - 1 + 8
+    for with_text, without in zip(found(plain), found(output), strict=True):
+        assert None not in {entry.decoded_token for entry in with_text.values()}
+        assert without == {
+            token: dataclasses.replace(entry, decoded_token=None)
+            for token, entry in with_text.items()
+        }
+
+
+def test_outputs_are_plain_data(llm: LLM) -> None:
+    """Copied, pickled and written as JSON, whatever was asked for, also while they grow."""
+    params = SamplingParams(n=2, max_tokens=3, logprobs=2, prompt_logprobs=-1, seed=1)
+    outputs = [output for _, output in llm.generate_iter("The people", params, stream=True)]
+    assert len(outputs) > 1
+    for output in outputs:
+        assert pickle.loads(pickle.dumps(output)) == copy.deepcopy(output) == output
+        again = json.loads(json.dumps(output.to_dict()))
+        assert again["outputs"][0]["token_ids"] == tokens(output)[0]
+    whole = outputs[-1].to_dict()
+    assert {len(entry) for entry in whole["prompt_logprobs"][1:]} == {llm.config.vocab_size}
+    snapshot = llm.metrics()
+    assert pickle.loads(pickle.dumps(snapshot)) == copy.deepcopy(snapshot) == snapshot
+
+
+def test_times_of_a_request(llm: LLM) -> None:
+    """They come one after another; those that wait have waited; a failed one has none."""
+    before = time.time()
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    # One more than runs at once.
+    outputs = llm.generate([PROMPT, *OTHERS, PROMPT, ""], params, on_error="return")
+    after = time.time()
+    for output in outputs[:-1]:
+        times = output.metrics
+        assert times is not None
+        assert None not in (times.time_in_queue, times.first_token_time, times.finished_time)
+        started = times.arrival_time + (times.time_in_queue or 0)
+        assert before <= times.arrival_time <= started
+        assert started <= (times.first_token_time or 0) < (times.finished_time or 0) <= after
+    first, last = outputs[0].metrics, outputs[4].metrics
+    assert first is not None
+    assert last is not None
+    assert last.arrival_time + (last.time_in_queue or 0) > (first.first_token_time or 0)
+    assert outputs[-1].metrics is None
+
+
+def test_times_while_a_request_runs(llm: LLM) -> None:
+    """What has not come has no time."""
+    params = SamplingParams(temperature=0, max_tokens=3, n=2, ignore_eos=True)
+    seen = [output.metrics for _, output in llm.generate_iter(PROMPT, params, stream=True)]
+    assert [times is not None and times.finished_time is not None for times in seen] == [
+        False,
+        *[False] * (len(seen) - 2),
+        True,
+    ]
+    assert {times and times.first_token_time for times in seen} == {
+        seen[0] and seen[0].first_token_time
+    }
+
+
+def test_what_an_engine_tells(llm: LLM) -> None:
+    """The tokenizer, what is sampled with by default, and the counts that a loop has."""
+    assert llm.get_tokenizer() is llm.tokenizer is not None
+    defaults = llm.get_default_sampling_params()
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (1.0, 0.95, 0)
+    (output,) = llm.generate(PROMPT, dataclasses.replace(defaults, seed=3))
+    (same,) = llm.generate(PROMPT, SamplingParams(seed=3))
+    assert tokens(output) == tokens(same)
+    before = llm.metrics()
+    llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    after = llm.metrics()
+    assert after.generated_tokens == before.generated_tokens + 3
+    assert after.device_pages == llm._engine.runner.geometry.device_pages
+    assert (after.num_running, after.num_waiting, after.num_parked) == (0, 0, 0)
 
 
 def test_outputs_in_order_of_completion(llm: LLM) -> None:

@@ -1,6 +1,5 @@
 """Bodies to requests and outputs to bodies, without a model."""
 
-import dataclasses
 import json
 import re
 from typing import Any
@@ -549,26 +548,24 @@ def test_chat_logprobs(tokenizer: Tokenizer) -> None:
     number that JSON has."""
     half = next(id for id in range(1500) if tokenizer.token_bytes(id, False) == b"\xc3")
     the, of = tokenizer.encode("The")[0], tokenizer.encode(" of")[0]
-    first_entry = logprobs(the, [the, of], 1)
+    best = np.array([the, of], np.int32), np.array([-0.5, -1.5], np.float32)
     entries = [
-        first_entry,
-        dataclasses.replace(
-            first_entry, token_id=half, token_logprob=float("-inf"), token_rank=1600
-        ),
+        TokenLogprobs(the, -0.5, 1, *best, None),
+        TokenLogprobs(half, float("-inf"), 1600, *best, None),
     ]
     request = chat(logprobs=True, top_logprobs=2)
     made = output("<think>", [9], part("The", [the, half], logprobs=entries))
     first, second = choice_of(request, tokenizer, made)["logprobs"]["content"]
-    best = [
+    expected = [
         {"token": "The", "logprob": -0.5, "bytes": list(b"The")},
         {"token": " of", "logprob": -1.5, "bytes": list(b" of")},
     ]
-    assert first == {**best[0], "top_logprobs": best}
+    assert first == {**expected[0], "top_logprobs": expected}
     assert second == {
         "token": "bytes:\\xc3",
         "logprob": -9999.0,
         "bytes": [0xC3],
-        "top_logprobs": best,
+        "top_logprobs": expected,
     }
 
 

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from serving.engine_options import EngineOptions
 from serving.generation_config import GenerationConfig
 from serving.sampling_params import SamplingParams
 
@@ -48,12 +51,59 @@ def test_out_of_range(name: str, value: Any) -> None:
 
 
 @pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("name", ["max_new_tokens", "best_of", "structured_outputs"])
-def test_unknown(name: str) -> None:
-    """A field that there is not is refused by name, not ignored."""
-    with pytest.raises(TypeError, match=name):
-        fields: dict[str, Any] = {name: 5}
-        SamplingParams(**fields)
+def test_numbers_of_numpy() -> None:
+    """They are taken, and kept as Python's, which compare, pickle and print as such."""
+    given: dict[str, Any] = dict(
+        temperature=np.float32(0.5), top_k=np.int64(5), max_tokens=np.uint8(3), n=np.int32(2),
+        ignore_eos=np.bool_(True), stop=np.str_("x"), stop_token_ids=np.array([1, 2]),
+        allowed_token_ids=[np.int64(7)], logit_bias={np.int64(3): np.float32(0.25)},
+        seed=np.array(4), top_p=jnp.float32(0.5), bad_words=np.array(["a", "b"]),
+    )  # fmt: skip
+    params = SamplingParams(**given)
+    expected = SamplingParams(
+        temperature=0.5, top_k=5, max_tokens=3, n=2, ignore_eos=True, stop="x",
+        stop_token_ids=[1, 2], allowed_token_ids=[7], logit_bias={3: 0.25}, seed=4, top_p=0.5,
+        bad_words=["a", "b"],
+    )  # fmt: skip
+    assert params == expected
+    assert repr(params) == repr(expected)
+    for name, value in (
+        ("max_tokens", np.float32(3)),
+        ("n", np.bool_(True)),
+        ("stop", np.arange(2)),
+    ):
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_options_of_numpy() -> None:
+    """An engine's numbers, too."""
+    options: dict[str, Any] = dict(
+        max_num_seqs=np.int64(3), memory_fraction=np.float32(0.5), enable_prefix_caching=np.bool_(0)
+    )
+    expected = EngineOptions(max_num_seqs=3, memory_fraction=0.5, enable_prefix_caching=False)
+    assert EngineOptions(**options) == expected
+    assert repr(EngineOptions(**options)) == repr(expected)
+
+
+def test_clone() -> None:
+    """A copy that is equal, and shares nothing."""
+    given = {3: 1.0}
+    params = SamplingParams(logit_bias=given, stop=["x"], seed=7)
+    clone = params.clone()
+    assert clone == params
+    assert clone is not params
+    assert clone.logit_bias is not params.logit_bias
+    given[4] = 2.0
+    assert clone.logit_bias == params.logit_bias == {3: 1.0}
+
+
+def test_seed_of_minus_one() -> None:
+    """No seed, as with vLLM, also in a copy; its neighbours are seeds."""
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(seed=-1).clone() == SamplingParams()
+    assert (SamplingParams(seed=-2).seed, SamplingParams(seed=0).seed) == (-2, 0)
 
 
 def test_fields_that_exclude_each_other() -> None:
