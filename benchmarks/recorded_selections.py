@@ -9,6 +9,7 @@ usage: python benchmarks/recorded_selections.py [--cache FOLDER]
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -284,13 +285,23 @@ def documents(shortest: int) -> list[dict]:
 def load_or_record(cache: Path = CACHE) -> dict[str, Recording]:
     """Recordings of all documents of 8K tokens and more; those not in the cache are made."""
     chosen = documents(shortest=_BUCKET // 2)
-    missing = [doc for doc in chosen if not (cache / f"{doc['id']}.npz").is_file()]
+    files = {doc["id"]: cache / recording_name(doc) for doc in chosen}
+    missing = [doc for doc in chosen if not files[doc["id"]].is_file()]
     sizes = [-(-doc["context_tokens"] // _BUCKET) * _BUCKET for doc in missing]
     for size in sorted(set(sizes)):
         recorder = Recorder(num_tokens=size)
         for document in (doc for doc, own in zip(missing, sizes, strict=True) if own == size):
-            recorder.record(document).save(cache / f"{document['id']}.npz")
-    return {doc["id"]: Recording.load(cache / f"{doc['id']}.npz") for doc in chosen}
+            recorder.record(document).save(files[document["id"]])
+    return {name: Recording.load(file) for name, file in files.items()}
+
+
+def recording_name(document: dict) -> str:
+    """The file of a document's recording: another one for another model, text or choice."""
+    choice = (CANDIDATES, FIRST_TEXT_POSITION, LAST_TEXT_POSITION, WARM_UP_STEPS, ANSWER_TOKENS)
+    digest = hashlib.sha256(json.dumps([document, choice], sort_keys=True).encode())
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        digest.update((model_path("tiny") / file).read_bytes())
+    return f"{document['id']}-{digest.hexdigest()[:16]}.npz"
 
 
 def text_selections(recordings: Sequence[Recording]) -> Selections:

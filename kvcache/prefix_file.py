@@ -149,7 +149,10 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
+        # A failed write names no file, and the caller does not know the temporary one.
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         # A file that cannot be removed must not hide why it was to be.
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -1,15 +1,23 @@
 """Every private part of jax that the project uses, and the version in which they are known.
 
+jax's persistent cache keeps a program whose writing has failed half-way: each later process would
+find it damaged, compile anew, and warn. Of a disk that is full it warns once a program.
+
 jax's public topologies describe devices that are not there, but give them no host memory. So a
 program is traced and lowered over CPU devices, and then compiled by the topology's client. Nor does
 jax say whether it has read what its environment says of host memory.
 """
 
+import contextlib
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 JAX_VERSION = "0.11.2"
 """The version whose private parts are used here."""
@@ -81,6 +89,60 @@ def compile_lowered(
         executable_devices=xla_client.DeviceList(tuple(devices)),
         compile_options=options,
     )
+
+
+def keep_programs_whole() -> None:
+    """Has jax's persistent cache remove programs that are torn, and give up on a full disk.
+
+    A cache in which jax has looked already stays as it is.
+
+    Raises:
+        RuntimeError: this is another version of jax.
+    """
+    _check_version()
+    from jax._src import compilation_cache
+
+    module: Any = compilation_cache
+    module.LRUCache = _whole_programs()
+
+
+@functools.cache
+def _whole_programs() -> type:
+    """jax's cache of files, of whole ones only."""
+    from jax._src import compilation_cache
+    from jax._src.lru_cache import _CACHE_SUFFIX, LRUCache
+
+    class WholePrograms(LRUCache):
+        failed = False
+
+        def get(self, key: str) -> bytes | None:
+            program = super().get(key)
+            if program is None:
+                return None
+            try:
+                compilation_cache.decompress_executable(program)
+            except Exception:  # Each compression has its own error.
+                self._remove(key)
+                return None
+            return program
+
+        def put(self, key: str, value: bytes) -> None:
+            if self.failed:
+                return
+            try:
+                super().put(key, value)
+            except OSError as error:
+                self.failed = True
+                self._remove(key)
+                logger.warning(
+                    "compiled programs are no longer kept in %s: %s", self.path, error.strerror
+                )
+
+        def _remove(self, key: str) -> None:
+            with contextlib.suppress(OSError):
+                (self.path / f"{key}{_CACHE_SUFFIX}").unlink()
+
+    return WholePrograms
 
 
 def _check_version() -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from glm53.checkpoint.source import load_checkpoint, read_config
+from glm53.jax_settings import own_jax_settings
 from glm53.kv_geometry import kv_geometry
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
@@ -45,8 +46,7 @@ class Engine:
 
     Args:
         options: the model, and how to run it.
-        warm_up: compile everything that serving may launch, so that nothing is compiled later, and
-            keep it in jax's persistent cache.
+        warm_up: compile everything that serving may launch, so that nothing is compiled later.
 
     Attributes:
         config: the model's configuration.
@@ -62,6 +62,7 @@ class Engine:
         ValueError: an option is refused; the message names it.
     """
 
+    @own_jax_settings()
     def __init__(self, options: EngineOptions, *, warm_up: bool = False) -> None:
         store_options = StoreOptions.of(options)
         path = model_path(options.model)
@@ -85,8 +86,7 @@ class Engine:
         has_tokenizer = (path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_dir(path) if has_tokenizer else None
         generation_config = GenerationConfig.from_dir(path, config.vocab_size)
-        if warm_up:
-            keep_compiled_programs()
+        keep_compiled_programs()
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
         geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
         batched_tokens = resolve_batched_tokens(options.max_num_batched_tokens, on_cpu)
@@ -142,6 +142,7 @@ class Engine:
         """
         self._state.failures.check_alive()
 
+    @own_jax_settings()
     def add(self, request: Request) -> None:
         """Queues a request. Once the engine has stopped, it fails with an EngineDeadError."""
         try:
@@ -153,10 +154,12 @@ class Engine:
         else:
             self._state.change(partial(self._add, request))
 
+    @own_jax_settings()
     def abort(self, request: Request) -> None:
         """Ends what of a request is not done; its pages may serve others at once."""
         self._state.change(partial(self._abort, request))
 
+    @own_jax_settings()
     def step(self) -> list[Request]:
         """Launches a step, and takes the results of the one before.
 
@@ -170,18 +173,22 @@ class Engine:
         self._state.change(self._step)
         return self.requests.take_grown()
 
+    @own_jax_settings()
     def abort_all(self) -> None:
         """Ends everything and builds an empty store, as after an interruption."""
         self._state.abort_all()
 
+    @own_jax_settings()
     def close(self) -> None:
         """Ends everything and frees the memory of weights and store. No other call may follow."""
         self._state.delete()
 
+    @own_jax_settings()
     def reset_prefix_cache(self) -> bool:
         """Drops cached pages that nothing uses; whether those were all."""
         return self._state.change(self.runner.cache.drop_cached) is True
 
+    @own_jax_settings()
     def export_prefix(self, token_ids: list[int], path: Path) -> None:
         """Writes the cached rows of a prefix to a file.
 
@@ -191,6 +198,7 @@ class Engine:
         """
         self._transfer.write(token_ids, path)
 
+    @own_jax_settings()
     def import_prefix(self, path: Path) -> int:
         """Puts a file's rows into the cache; see `LLM.import_prefix`."""
         return self._state.change_or_raise(partial(self._transfer.read, path))

@@ -58,8 +58,7 @@ class LLM:
         kv_policy: "hybrid", "resident" or "swap".
         hot_rows: rows of pages in host memory that a sequence keeps on each device.
         memory_fraction: share of each device's memory for weights and store.
-        warm_up: compile everything now and keep it for the next time, rather than each part when it
-            is first used.
+        warm_up: compile everything now, rather than each part when it is first used.
 
     Attributes:
         config: the model's configuration.

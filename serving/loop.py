@@ -35,8 +35,8 @@ class ServingLoop:
 
     Args:
         options: the model, and how to run it.
-        warm_up: compile everything that serving may launch now, and keep it for the next time, so
-            that no request waits for the compiler.
+        warm_up: compile everything that serving may launch now, so that no request waits for the
+            compiler.
 
     Attributes:
         config: the model's configuration.

@@ -5,8 +5,10 @@ plans the next one. What a launch needs of the one before it, such as the token 
 on the device.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import jax
@@ -22,6 +24,7 @@ from glm53.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
 from kvcache.host_tier import READS
 from serving.buckets import Buckets, fit
+from serving.compile_notice import compile_notice
 from serving.outputs import TokenLogprobs, TokenTexts
 from serving.request import Continuation
 from serving.sampling.logprobs import TopLogprobs, top_logprobs
@@ -135,6 +138,7 @@ class ModelRunner:
         self._steps = compiled_steps(config, geometry, mesh)
         self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
         self._closed = CacheCounters()
+        self._used: set[str] = set()
         self._start_empty()
 
     def reset(self) -> None:
@@ -180,11 +184,11 @@ class ModelRunner:
         but that jax compiles what it launches. They may be called in any order."""
         buckets = self.buckets
         launches: list[tuple[str, Callable[[], object]]] = [
-            (f"prefill of {rows} rows, {pages} pages", partial(self._warm_up_prefill, rows, pages))
+            (_prefill_name(rows, pages), partial(self._warm_up_prefill, rows, pages))
             for rows, pages in buckets.prefills
         ]
         launches += [
-            (f"decode of {count}, {pages} pages", partial(self._warm_up_decode, count, pages))
+            (_decode_name(count, pages), partial(self._warm_up_decode, count, pages))
             for count in buckets.sequences
             for pages in buckets.context_pages
         ]
@@ -305,24 +309,33 @@ class ModelRunner:
         self, slots: np.ndarray, num_rows: int, token_ids: np.ndarray, context_pages: int
     ) -> StepOutput:
         counts = np.array([num_rows], np.int32)
-        output, self.cache.device.store, self.cache.device.sequences = self._steps.prefill(
-            self.params,
-            self.cache.device.store,
-            self.cache.device.sequences,
-            PrefillBatch(*jax.device_put((slots, counts, token_ids))),
-            context_pages=context_pages,
-        )
+        with self._first_use(_prefill_name(token_ids.shape[1], context_pages)):
+            output, self.cache.device.store, self.cache.device.sequences = self._steps.prefill(
+                self.params,
+                self.cache.device.store,
+                self.cache.device.sequences,
+                PrefillBatch(*jax.device_put((slots, counts, token_ids))),
+                context_pages=context_pages,
+            )
         return output
 
     def _decode(self, slots: np.ndarray, context_pages: int) -> StepOutput:
-        output, self.cache.device.store, self.cache.device.sequences = self._steps.decode(
-            self.params,
-            self.cache.device.store,
-            self.cache.device.sequences,
-            jax.device_put(slots),
-            context_pages=context_pages,
-        )
+        with self._first_use(_decode_name(len(slots), context_pages)):
+            output, self.cache.device.store, self.cache.device.sequences = self._steps.decode(
+                self.params,
+                self.cache.device.store,
+                self.cache.device.sequences,
+                jax.device_put(slots),
+                context_pages=context_pages,
+            )
         return output
+
+    def _first_use(self, what: str) -> AbstractContextManager[None]:
+        """Context of a launch, which says that the program is compiled if it may have to be."""
+        if what in self._used:
+            return contextlib.nullcontext()
+        self._used.add(what)
+        return compile_notice(what)
 
     def _choose(
         self,
@@ -343,9 +356,10 @@ class ModelRunner:
         return _on_its_way(Launched(sequences, slots, chosen, output.reads, scores))
 
     def _sample(self, slots: np.ndarray, logits: jax.Array, greedy: jax.Array) -> jax.Array:
-        chosen, self._sampling, self.cache.device.sequences = self._sampler.sample(
-            self._sampling, self.cache.device.sequences, jax.device_put(slots), logits, greedy
-        )
+        with self._first_use(f"the sampler of {len(slots)}"):
+            chosen, self._sampling, self.cache.device.sequences = self._sampler.sample(
+                self._sampling, self.cache.device.sequences, jax.device_put(slots), logits, greedy
+            )
         return chosen
 
     def _score_prompt(
@@ -400,6 +414,14 @@ class ModelRunner:
         """How many of the best tokens are found: as many as may be asked for, or all."""
         vocab_size = self.config.vocab_size
         return tuple(sorted({min(MAX_LOGPROBS, vocab_size), vocab_size}))
+
+
+def _prefill_name(rows: int, pages: int) -> str:
+    return f"the prefill of {rows} rows, {pages} pages"
+
+
+def _decode_name(count: int, pages: int) -> str:
+    return f"the decode of {count}, {pages} pages"
 
 
 def _nobody(count: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from glm53.checkpoint.orbax import CONFIG_FILE, check_same_model, write_orbax
 from glm53.checkpoint.safetensors_writer import write_safetensors
 from glm53.checkpoint.source import load_checkpoint, read_config
 from glm53.config import FP8_QUANTIZATION, MODEL_TYPE, GLMConfig
+from glm53.jax_settings import own_jax_settings
 from kvcache.store import MESH_AXIS
 
 _HF_CONFIG = "config.json"
@@ -43,6 +44,7 @@ class Conversion:
     num_bytes: int
 
 
+@own_jax_settings()
 def convert_checkpoint(
     source: str | Path, destination: str | Path, *, use_tqdm: bool = False
 ) -> Conversion:

@@ -28,11 +28,21 @@ def new_directory(path: Path) -> Iterator[Path]:
         yield temporary
         sync_tree(temporary)
         temporary.rename(path)
-    except BaseException:
+    except BaseException as error:
         # A directory that cannot be removed must not hide why it was to be.
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and _is_of(error, temporary):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     sync(path.parent)
+
+
+def _is_of(error: OSError, directory: Path) -> bool:
+    """Whether it is a failure in the directory, which the caller does not know."""
+    names = [name for name in (error.filename, error.filename2) if name is not None]
+    if not names:
+        return error.errno is not None  # A failed write names no file.
+    return any(Path(name).is_relative_to(directory) for name in names)
 
 
 def sync_tree(path: Path) -> None:

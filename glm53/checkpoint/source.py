@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from glm53.checkpoint.hugging_face import load_hugging_face
 from glm53.checkpoint.orbax import CONFIG_FILE, load_orbax, read_orbax_config
 from glm53.config import GLMConfig
+from glm53.jax_settings import own_jax_settings
 
 
 def read_config(path: str | Path) -> GLMConfig:
@@ -25,6 +26,7 @@ def read_config(path: str | Path) -> GLMConfig:
     return GLMConfig.from_pretrained(path)
 
 
+@own_jax_settings()
 def load_checkpoint(
     path: str | Path, config: GLMConfig, mesh: Mesh, *, use_tqdm: bool = False
 ) -> nnx.State:

@@ -1,6 +1,7 @@
 """Replacement policies against hand-made sequences, plain references and each other."""
 
 import itertools
+import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import recorded_selections
 from benchmarks.hot_row_policies import POLICIES, Policy, Step, format_table, miss_rate, simulate
 from benchmarks.modelled_selections import modelled_selections
 from benchmarks.recorded_selections import (
@@ -19,6 +21,7 @@ from benchmarks.recorded_selections import (
     Recording,
     Selections,
     needle_selections,
+    recording_name,
     text_selections,
 )
 
@@ -230,6 +233,19 @@ def test_recording_is_read_back(tmp_path: Path) -> None:
     ):
         np.testing.assert_array_equal(old.positions, new.positions)
         np.testing.assert_array_equal(old.scores, new.scores)
+
+
+def test_recordings_of_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording taken for that of another text, or of weights that have changed."""
+    document = {"id": "8000-0", "text": "one", "questions": []}
+    names = {recording_name(document), recording_name(document | {"text": "two"})}
+    model = shutil.copytree(recorded_selections.model_path("tiny"), tmp_path / "model")
+    monkeypatch.setattr(recorded_selections, "model_path", lambda name: model)
+    assert recording_name(document) in names
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    assert len(names | {recording_name(document)}) == 3
 
 
 def test_recorded_lookups() -> None:

@@ -33,6 +33,7 @@ from glm53.config import GLMConfig
 from glm53.model import abstract_model
 from glm53.presets import preset, preset_names
 from glm53.sharding import make_mesh
+from tests.full_disk import full_disk
 from tests.peak_memory import MIB, run_script
 from tests.support import GOLDEN
 
@@ -364,6 +365,16 @@ def test_exception(
     assert not list(tmp_path.iterdir())
     convert_checkpoint(path, tmp_path / "new")
     assert parameter_bytes(tmp_path / "new") == parameter_bytes(GOLDEN / "tiny_f32")
+
+
+@pytest.mark.parametrize("room", [100, 100_000])
+@pytest.mark.parametrize("to_orbax", [True, False], ids=["to_orbax", "to_safetensors"])
+def test_full_disk(to_orbax: bool, room: int, folder: Path, tmp_path: Path) -> None:
+    """Half a checkpoint, or an error that does not say which."""
+    path = GOLDEN / "tiny_f32" if to_orbax else orbax_form("tiny_f32", folder)
+    with full_disk(room), pytest.raises(OSError, match=f"'{tmp_path / 'new'}'$"):
+        convert_checkpoint(path, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 # Kills itself at the given call of a function.

@@ -12,6 +12,7 @@ import pytest
 from kvcache import prefix_file
 from kvcache.prefix_file import Block, PrefixReader, write_prefix
 from pallas_kernels.row_format import ROW_KINDS, RowKind
+from tests.full_disk import full_disk
 from tests.kvcache.prefix_samples import (
     BLOCKS,
     DESCRIPTION,
@@ -190,6 +191,21 @@ def test_broken_off(path: Path, existing: bool, count: int) -> None:
         write_prefix(path, DESCRIPTION, TOKENS, breaking_off())
     assert list(path.parent.iterdir()) == [path] * existing
     assert not existing or path.read_bytes() == b"before"
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_full_disk(path: Path, existing: bool) -> None:
+    """A torn file, wherever the disk ends, or an error that does not say which file."""
+    write_sample(path)
+    whole = path.read_bytes()
+    for room in range(0, len(whole), 97):
+        path.unlink(missing_ok=True)
+        if existing:
+            path.write_bytes(b"before")
+        with full_disk(room), pytest.raises(OSError, match=f"'{path}'$"):
+            write_sample(path)
+        assert list(path.parent.iterdir()) == [path] * existing
+        assert not existing or path.read_bytes() == b"before"
 
 
 def test_stands_under_its_name_when_whole(path: Path) -> None:

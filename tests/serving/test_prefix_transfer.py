@@ -1,5 +1,6 @@
 """One process computes a prefix, another continues from its file: the same tokens as in one."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,12 @@ import numpy as np
 import pytest
 
 from glm53 import LLM, SamplingParams
+from glm53.checkpoint.safetensors_file import SafetensorsFile
 from kvcache import OutOfPagesError
 from kvcache.prefix_file import PrefixFileError, PrefixReader
 from kvcache.prefix_transfer import PrefixImport
+from serving.engine import Engine
+from tests.serving.toy_engine import finish, request, tokens, toy_options
 from tests.support import GOLDEN, golden_arrays
 
 # Types are checked elsewhere; checks at every call would take much of the time.
@@ -99,8 +103,8 @@ def test_several_under_way(resident: LLM, tmp_path: Path) -> None:
     for number in (2, 0, 1):
         imports[number].finish()
         cache.check_integrity()
-    for prompt, tokens in zip(prompts, expected, strict=True):
-        assert answer(llm, prompt) == (tokens, len(prompt) - 1)
+    for prompt, ids in zip(prompts, expected, strict=True):
+        assert answer(llm, prompt) == (ids, len(prompt) - 1)
 
 
 def test_an_unfinished_import_leaves_no_trace(resident: LLM) -> None:
@@ -143,3 +147,38 @@ def test_refused_files(resident: LLM, tmp_path: Path) -> None:
     other_epsilon = LLM(MODEL, latent_norm_eps=1e-6, kv_policy="resident", **OPTIONS)
     with pytest.raises(PrefixFileError, match="other weights, configuration or numerics"):
         other_epsilon.import_prefix(path)
+
+
+def negated_copy(folder: Path, name: str) -> Path:
+    """The model with every sign of one tensor changed."""
+    shutil.copytree(MODEL, folder)
+    files = map(SafetensorsFile, folder.glob("*.safetensors"))
+    file, tensor = next((one.path, one.tensors[name]) for one in files if name in one.tensors)
+    assert tensor.dtype == "F32"
+    weights = np.memmap(file, np.uint32, "r+", tensor.start, (tensor.end - tensor.start) // 4)
+    weights ^= 1 << 31
+    weights.flush()
+    return folder
+
+
+def test_one_changed_tensor_is_another_model(resident: LLM, tmp_path: Path) -> None:
+    """Continuations from rows of other weights, which nothing shows to be wrong."""
+    path, prompt = tmp_path / "prefix", {"prompt_token_ids": prompt_of(100)}
+    resident.export_prefix(prompt, path)
+    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    other = LLM(
+        negated_copy(tmp_path / "model", name), kv_policy="resident", device_pages=10, **OPTIONS
+    )
+    with pytest.raises(PrefixFileError, match="other weights, configuration or numerics"):
+        other.import_prefix(path)
+    other.export_prefix(prompt, path)
+    with pytest.raises(PrefixFileError, match="other weights, configuration or numerics"):
+        resident.import_prefix(path)
+
+
+def test_without_experts(tmp_path: Path) -> None:
+    """A model some of whose stacks of parameters are empty."""
+    exporting, importing = (Engine(toy_options(tmp_path / "model")) for _ in range(2))
+    finish(exporting, request(exporting, "first", tokens(0, 40)))
+    exporting.export_prefix(tokens(0, 40), tmp_path / "prefix")
+    assert importing.import_prefix(tmp_path / "prefix") == 40

@@ -11,7 +11,7 @@ import pytest
 from serving.compile_counter import CompileCounter
 from serving.engine import Engine
 from serving.request import Request
-from serving.warm_up import keep_compiled_programs, warm_up_programs
+from serving.warm_up import warm_up_programs
 from tests.serving.toy_engine import assert_idle, finish, request, tokens, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.
@@ -123,21 +123,6 @@ def test_counter() -> None:
     assert (first.count, second.count) == (1, 0)
     jnp.arange(3731).block_until_ready()
     assert second.count >= 1
-
-
-def test_where_programs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A choice of the user's that is overridden, or programs kept where nobody looks."""
-    chosen = jax.config.jax_compilation_cache_dir
-    assert chosen is not None
-    keep_compiled_programs()
-    assert jax.config.jax_compilation_cache_dir == chosen
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        keep_compiled_programs()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "glm53")
-    finally:
-        jax.config.update("jax_compilation_cache_dir", chosen)
 
 
 @pytest.mark.slow
