@@ -28,7 +28,8 @@ class EngineAccess:
             _first_process = os.getpid()
         self._owner, self._process = owner, _first_process
         self._lock = threading.Lock()
-        self._next_in_turn = threading.Lock()  # Held by whoever gets the other lock next.
+        # Held by whoever gets the other lock next, whose signal handlers may overtake it.
+        self._next_in_turn = threading.RLock()
         self._holder: int | None = None
         self._deferred: deque[Callable[[], object]] = deque()
         self.check_process()
@@ -73,8 +74,12 @@ class EngineAccess:
                 # A thread that comes back at once waits here until the one that has waited is in.
                 with self._next_in_turn:
                     stack.enter_context(self._lock)
-                self._holder = threading.get_ident()
-                return action()
+                try:
+                    self._holder = threading.get_ident()
+                    return action()
+                finally:
+                    # Before the lock is released: the next one may not have said yet who it is.
+                    self._holder = None
         finally:
             self._run_deferred()
 
@@ -95,4 +100,5 @@ class EngineAccess:
                 while self._deferred:
                     self._deferred.popleft()()
             finally:
+                self._holder = None
                 self._lock.release()
