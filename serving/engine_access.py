@@ -1,6 +1,5 @@
 """Access to an engine: one thread at a time, of the process that made it."""
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -27,9 +26,10 @@ class EngineAccess:
         if _first_process is None:
             _first_process = os.getpid()
         self._owner, self._process = owner, _first_process
-        self._lock = threading.Lock()
-        self._next_in_turn = threading.Lock()  # Held by whoever gets the other lock next.
-        self._holder: int | None = None
+        self._lock = threading.RLock()
+        # Held by whoever gets the other lock next, whose signal handlers may overtake it.
+        self._next_in_turn = threading.RLock()
+        self._holder: int | None = None  # the thread in the middle of an action
         self._deferred: deque[Callable[[], object]] = deque()
         self.check_process()
 
@@ -41,7 +41,7 @@ class EngineAccess:
     @property
     def is_held(self) -> bool:
         """Whether this thread has access: it comes from a signal handler or a finalizer."""
-        return self._lock.locked() and self._holder == threading.get_ident()
+        return self._holder == threading.get_ident()
 
     def check_process(self) -> None:
         """Refuses a forked child, which has none of the threads of jax, and would wait for them.
@@ -68,14 +68,21 @@ class EngineAccess:
             raise RuntimeError(
                 f"the {self._owner} was called from inside its own step, as by a signal handler"
             )
+        thread = threading.get_ident()
         try:
-            with contextlib.ExitStack() as stack:
-                # A thread that comes back at once waits here until the one that has waited is in.
-                with self._next_in_turn:
-                    stack.enter_context(self._lock)
-                self._holder = threading.get_ident()
-                return action()
+            # A thread that comes back at once waits here until the one that has waited is in.
+            with self._next_in_turn:
+                self._lock.acquire()
+            self._holder = thread
+            return action()
         finally:
+            # Nothing is called before the release: an interruption could come in its stead.
+            if self._holder == thread:
+                self._holder = None
+            try:  # noqa: SIM105 suppress() is a call
+                self._lock.release()
+            except RuntimeError:  # The interruption came before this thread had it.
+                pass
             self._run_deferred()
 
     def defer(self, action: Callable[[], object]) -> None:
@@ -88,11 +95,19 @@ class EngineAccess:
             self._run_deferred()
 
     def _run_deferred(self) -> None:
+        thread = threading.get_ident()
         # Again after the lock is released: what came while it was held was left to its holder.
-        while self._deferred and self._lock.acquire(blocking=False):
+        while self._deferred and self._holder != thread:
             try:
-                self._holder = threading.get_ident()
+                if not self._lock.acquire(blocking=False):
+                    return
+                self._holder = thread
                 while self._deferred:
                     self._deferred.popleft()()
             finally:
-                self._lock.release()
+                if self._holder == thread:
+                    self._holder = None
+                try:  # noqa: SIM105 suppress() is a call
+                    self._lock.release()
+                except RuntimeError:  # It was not to be had.
+                    pass

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -190,6 +191,29 @@ def test_calls_from_inside_a_step(
     monkeypatch.setattr(ModelRunner, "launch_decode", handling)
     assert chosen(llm.generate(ids(4), greedy())[0]) == expected[4]
     assert refused
+
+
+def test_a_handler_while_its_thread_waits(llm: LLM, expected: list[list[int]]) -> None:
+    """A signal handler that calls the LLM for which its thread waits, and waits for that thread."""
+    inside, go_on, found = threading.Event(), threading.Event(), []
+    holder = threading.Thread(
+        target=lambda: llm._shared.run(lambda: (inside.set(), go_on.wait(60)))
+    )
+
+    def handle(*_: object) -> None:
+        go_on.set()
+        found.append(chosen(llm.generate(ids(1), greedy(), use_tqdm=False)[0]))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        holder.start()
+        inside.wait(60)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert chosen(llm.generate(ids(2), greedy())[0]) == expected[2]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    holder.join(60)
+    assert found == [expected[1]]
 
 
 def test_prompts_that_call_the_llm(llm: LLM, expected: list[list[int]]) -> None:
