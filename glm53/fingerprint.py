@@ -1,10 +1,11 @@
 """Identity of a model's cached rows: equal for equal parameters and numerics, and for no others.
 
-The digest of a parameter is a sum over its elements, so that it depends on no order and shards can
-be summed apart. An element adds a mix of its indices and its bits, modulo 2**32, in four lanes that
-are keyed apart. The mix is a bijection of the bits: a change of one element, be it one bit, the
-sign of zero or a NaN's payload, changes every lane. Any other change goes unseen with a chance of
-about 2**-128. This guards against mistakes and not against an adversary: such sums can be forged.
+The digest of a parameter is a sum over its elements (AdHash, Bellare and Micciancio 1997), so that
+it depends on no order and shards can be summed apart. An element adds a mix of its indices and its
+bits, modulo 2**32, in four lanes that are keyed apart. The mix is a bijection of the bits: a change
+of one element, be it one bit, the sign of zero or a NaN's payload, changes every lane. Any other
+change goes unseen with a chance of about 2**-128. This guards against mistakes and not against an
+adversary: such sums can be forged.
 """
 
 import dataclasses

@@ -11,6 +11,7 @@ from kvcache import OutOfPagesError
 from kvcache.prefix_description import PrefixDescription
 from kvcache.prefix_file import PrefixFileError, PrefixReader, write_prefix
 from kvcache.prefix_transfer import PrefixImport, export_prefix
+from serving.compile_notice import compile_notice
 from serving.model_runner import ModelRunner
 
 
@@ -27,8 +28,10 @@ class PrefixTransfer:
     @functools.cached_property
     def _description(self) -> PrefixDescription:
         runner, geometry = self._runner, self._runner.geometry
+        with compile_notice("the digest of the parameters"):
+            model = model_fingerprint(runner.config, runner.params)
         return PrefixDescription(
-            model=model_fingerprint(runner.config, runner.params),
+            model=model,
             num_layers=geometry.num_layers,
             num_index_layers=geometry.num_index_layers,
             num_mtp_layers=geometry.num_layers - runner.config.num_hidden_layers,
