@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from glm53.config import GLMConfig
     from serving.engine_options import EngineOptions
+    from serving.errors import EngineDeadError, GenerationError
     from serving.llm import LLM
     from serving.loop import ServingLoop
     from serving.outputs import RequestOutput
-    from serving.request_stream import GenerationError, RequestStream
+    from serving.request_stream import RequestStream
     from serving.sampling_params import SamplingParams
 
     __version__: str
 
 __all__ = [
     "LLM",
+    "EngineDeadError",
     "EngineOptions",
     "GLMConfig",
     "GenerationError",
@@ -28,9 +30,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "EngineDeadError": "serving.errors",
     "EngineOptions": "serving.engine_options",
     "GLMConfig": "glm53.config",
-    "GenerationError": "serving.request_stream",
+    "GenerationError": "serving.errors",
     "LLM": "serving.llm",
     "RequestOutput": "serving.outputs",
     "RequestStream": "serving.request_stream",

@@ -290,6 +290,16 @@ class KVCache[DeviceT: CacheDevice]:
         if self.geometry.reads_host:
             self.device.cool()
 
+    def drop_cached(self) -> bool:
+        """Drops the cached pages that no sequence uses.
+
+        Returns:
+            Whether nothing is cached any more.
+        """
+        while self.index.evict(self._clock):
+            pass
+        return not self.index.num_cached
+
     def tick(self) -> int:
         """The next time of the logical clock by which prefixes age."""
         self._clock += 1

@@ -1,10 +1,8 @@
 """The engine: a model with its store, and the loop that carries requests from prompt to output."""
 
 import dataclasses
-import logging
-import threading
 import time
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from glm53.checkpoint.source import load_checkpoint, read_config
@@ -12,6 +10,7 @@ from glm53.jax_settings import own_jax_settings
 from glm53.kv_geometry import kv_geometry
 from glm53.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
+from kvcache import OutOfPagesError
 from kvcache.page_states import PageState
 from serving.buckets import Buckets
 from serving.compile_counter import CompileCounter
@@ -23,9 +22,12 @@ from serving.engine_options import (
     resolve_numerics,
     resolve_row_kind,
 )
+from serving.engine_state import EngineState
+from serving.errors import EngineDeadError, drop_tracebacks
 from serving.generation_config import GenerationConfig
 from serving.metrics import EngineCounters, LoopMetrics
 from serving.model_runner import Launched, ModelRunner, SequenceResult
+from serving.open_requests import OpenRequests
 from serving.outputs import TokenTexts
 from serving.prefix_transfer import PrefixTransfer
 from serving.request import Continuation, Request
@@ -33,8 +35,6 @@ from serving.request_reader import RequestReader
 from serving.scheduler import PrefillChunk, Schedulable, Scheduler, SequenceOutOfPagesError
 from serving.store_options import StoreOptions, most_step_rows, resolve_geometry
 from serving.warm_up import keep_compiled_programs, warm_up_programs
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -54,8 +54,7 @@ class Engine:
         max_model_len: longest prompt and output together, in tokens.
         reader: makes requests of prompts; any thread may use it.
         runner: the device side.
-        scheduler: plans the steps.
-        output_lock: held while outputs change, and nothing is waited for.
+        requests: those that have not ended.
 
     Raises:
         FileNotFoundError: the model is not there.
@@ -113,83 +112,81 @@ class Engine:
             enable_prefix_caching=options.enable_prefix_caching,
         )
         self._transfer = PrefixTransfer(self.runner)
-        self._max_num_batched_tokens = batched_tokens
-        self.scheduler = self._new_scheduler()
-        self._owners: dict[Schedulable, Request] = {}
-        self._in_flight: list[Launched] = []
-        self._grown: dict[Request, None] = {}
         self._counters = EngineCounters()
-        self.output_lock = threading.Lock()
+        self._state = EngineState(self.runner, batched_tokens, self._counters)
+        self.requests: OpenRequests = self._state.requests
         if warm_up:
             warm_up_programs(self.runner)
         self._compilations = CompileCounter()
 
     @property
+    def scheduler(self) -> Scheduler:
+        """What plans the steps: another one after a step that failed."""
+        return self._state.scheduler
+
+    @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
-        return bool(len(self.scheduler) or self._in_flight)
+        return bool(len(self.requests) or self._state.in_flight)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that have not started."""
         return self.scheduler.num_waiting
 
+    def check_alive(self) -> None:
+        """Refuses further requests once the engine has stopped. Any thread may call it.
+
+        Raises:
+            EngineDeadError: it has.
+        """
+        self._state.failures.check_alive()
+
     @own_jax_settings()
     def add(self, request: Request) -> None:
-        """Queues a request."""
-        for sequence in request.continuations:
-            self._owners[sequence] = request
-            self.scheduler.add(sequence, request.encoded)
-        request.encoded = None  # The scheduler keeps it as long as the prompt is looked up.
+        """Queues a request. Once the engine has stopped, it fails with an EngineDeadError."""
+        try:
+            self.check_alive()
+        except EngineDeadError as error:
+            drop_tracebacks(error)
+            self.requests.end(request, error, step_failed=True)
+            self.requests.note_grown(request)
+        else:
+            self._state.change(partial(self._add, request))
 
     @own_jax_settings()
     def abort(self, request: Request) -> None:
         """Ends what of a request is not done; its pages may serve others at once."""
-        with self.output_lock:
-            for sequence in request.continuations:
-                if not sequence.finished:
-                    sequence.finish_reason = "abort"
-                    request.ended = time.monotonic()
-        self._close(request.continuations)
+        self._state.change(partial(self._abort, request))
 
     @own_jax_settings()
     def step(self) -> list[Request]:
         """Launches a step, and takes the results of the one before.
 
-        Errors stay with the requests: one that comes before its launch fails that request, and one
-        of the device all that have started, whose rows are lost; the others go on.
+        Errors stay with the requests: one that cannot have its pages fails alone, and any other
+        error fails all that have started, whose rows are lost; the others go on. After several such
+        errors in a row, without a token between them, the engine stops and all fail.
 
         Returns:
             The requests whose outputs have grown, ended or failed.
         """
-        self._grown = {}
-        done = False
-        try:
-            try:
-                self._step()
-            except Exception as error:
-                self._fail_started(error)
-            done = True
-        finally:
-            if not done:
-                self.abort_all()
-        return list(self._grown)
+        self._state.change(self._step)
+        return self.requests.take_grown()
 
     @own_jax_settings()
     def abort_all(self) -> None:
         """Ends everything and builds an empty store, as after an interruption."""
-        requests = list(dict.fromkeys(self._owners.values()))
-        counters = self.scheduler.counters
-        self._in_flight = []
-        # Not the old one, whose account the interruption may have torn.
-        self.scheduler = self._new_scheduler()
-        self.scheduler.counters = counters
-        for request in requests:
-            self.abort(request)
-        try:
-            self._renew_store()
-        except Exception as error:  # The interruption goes on; a later step tries again.
-            logger.error("no store could be built after an interruption: %s", error)
+        self._state.abort_all()
+
+    @own_jax_settings()
+    def close(self) -> None:
+        """Ends everything and frees the memory of weights and store. No other call may follow."""
+        self._state.delete()
+
+    @own_jax_settings()
+    def reset_prefix_cache(self) -> bool:
+        """Drops cached pages that nothing uses; whether those were all."""
+        return self._state.change(self.runner.cache.drop_cached) is True
 
     @own_jax_settings()
     def export_prefix(self, token_ids: list[int], path: Path) -> None:
@@ -204,9 +201,7 @@ class Engine:
     @own_jax_settings()
     def import_prefix(self, path: Path) -> int:
         """Puts a file's rows into the cache; see `LLM.import_prefix`."""
-        if not self.runner.usable:
-            self._renew_store()
-        return self._transfer.read(path)
+        return self._state.change_or_raise(partial(self._transfer.read, path))
 
     def metrics(self) -> LoopMetrics:
         """How the engine stands."""
@@ -232,20 +227,21 @@ class Engine:
             },
         )
 
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
-            self.runner.cache,
-            max_num_seqs=self.runner.geometry.max_sequences,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            most_step_rows=self.runner.buckets.rows[-1],
-            chunk_rows=self.runner.buckets.chunk,
-        )
+    def _add(self, request: Request) -> None:
+        self.requests.add(request)
+        for sequence in request.continuations:
+            self.scheduler.add(sequence, request.encoded)
+        request.encoded = None  # The scheduler keeps it as long as the prompt is looked up.
+
+    def _abort(self, request: Request, error: Exception | None = None) -> None:
+        self.requests.end(request, error, step_failed=False)
+        self._state.close_sequences(request.continuations)
 
     def _step(self) -> None:
         if not self.runner.usable:
-            self._renew_store()
+            self._state.renew_store()
         self.scheduler.start_step()
-        launched: list[Launched] = []
+        num_open, launched = len(self.requests), list[Launched]()
         while (chunk := self._next_prefill()) is not None:
             launched.append(self.runner.launch_prefill(chunk))
             self.scheduler.advance(chunk)
@@ -253,7 +249,9 @@ class Engine:
         if batch:
             launched.append(self.runner.launch_decode(batch))
             self.scheduler.launched_decode(batch)
-        results, self._in_flight = self._in_flight, launched
+        results, self._state.in_flight = self._state.in_flight, launched
+        if not results and not launched and num_open == len(self.requests) > 0:
+            raise RuntimeError(f"{num_open} sequences wait, and none of them can go on")
         ended: list[Continuation] = []
         try:
             for launch in results:
@@ -261,7 +259,7 @@ class Engine:
         finally:
             # Last, so that whoever waits for a sequence finds its pages still cached; also before
             # an error, which is none of those that are complete.
-            self._close(ended)
+            self._state.close_sequences(ended)
 
     def _next_prefill(self) -> PrefillChunk | None:
         """The next chunk, ready to be launched; a request that cannot have its own fails."""
@@ -269,26 +267,24 @@ class Engine:
             try:
                 chunk = self.scheduler.next_prefill()
             except SequenceOutOfPagesError as error:
-                self._fail(self._owners[error.sequence], error)
+                self._fail(error.sequence, error)
                 continue
             if chunk is None:
                 return None
-            request = self._owners[chunk.sequence]
-            request.started = request.started or time.monotonic()
+            assert isinstance(chunk.sequence, Continuation)
+            self.requests.start(chunk.sequence)
             try:
                 self.runner.prepare_prefill(chunk)
                 return chunk
-            except Exception as error:
-                if not self.runner.usable:
-                    raise
-                self._fail(request, error)
+            except OutOfPagesError as error:
+                self._fail(chunk.sequence, error)
 
     def _next_decode(self) -> dict[int, Continuation]:
         while True:
             try:
                 batch = self.scheduler.next_decode()
             except SequenceOutOfPagesError as error:
-                self._fail(self._owners[error.sequence], error)
+                self._fail(error.sequence, error)
                 continue
             return {
                 slot: sequence
@@ -306,7 +302,7 @@ class Engine:
     def _accept(self, results: list[SequenceResult]) -> list[Continuation]:
         """Hands results to their sequences; returns those that have ended."""
         now, ended = time.monotonic(), []
-        with self.output_lock:
+        with self.requests.output_lock:
             for result in results:
                 sequence = result.sequence
                 sequence.reads += result.reads
@@ -322,11 +318,12 @@ class Engine:
         return ended
 
     def _note_token(self, sequence: Continuation, now: float) -> None:
-        request, counters = self._owners[sequence], self._counters
+        request, counters = self.requests.owner(sequence), self._counters
+        self.requests.note_grown(request)
         request.first_token = request.first_token or now
         if sequence.finished:
             request.ended = now
-        self._grown[request] = None
+        self._state.failures.end()
         counters.generated_tokens += 1
         if sequence.last_token_at is not None:
             counters.later_tokens += 1
@@ -336,39 +333,8 @@ class Engine:
             counters.first_token_seconds += now - request.arrival
         sequence.last_token_at = now
 
-    def _close(self, sequences: Iterable[Continuation]) -> None:
-        """Gives back what ended sequences held, once."""
-        for sequence in sequences:
-            request = self._owners.pop(sequence, None)
-            if request is None:
-                continue
-            self._grown[request] = None
-            reason = "error" if request.error is not None else sequence.finish_reason
-            self._counters.finished[reason or "abort"] += 1
-            if sequence in self.scheduler:
-                sequence.cache_counters = self.scheduler.finish(sequence)
-                sequence.cache_counters += self.runner.cache.read_counters(sequence.reads)
-
-    def _fail(self, request: Request, error: Exception, *, step_failed: bool = False) -> None:
-        request.error, request.step_failed = error, step_failed
-        self.abort(request)
-
-    def _fail_started(self, error: Exception) -> None:
-        """Fails all that have started, whose rows are lost, and builds an empty store."""
-        logger.error("a step failed, and all requests that had started: %s", error)
-        try:
-            self._renew_store(error)
-        except Exception as second:
-            # The others have no store either; a later step tries again.
-            for request in list(dict.fromkeys(self._owners.values())):
-                self._fail(request, second, step_failed=True)
-
-    def _renew_store(self, error: Exception | None = None) -> None:
-        self._in_flight = []
-        lost = self.scheduler.fail_started(self.runner.cache)
-        error = error or RuntimeError("the store was lost")
-        for sequence in lost:
-            if sequence in self._owners:
-                self._fail(self._owners[sequence], error, step_failed=True)
-        self.runner.reset()
-        self.scheduler.fail_started(self.runner.cache)
+    def _fail(self, sequence: Schedulable, error: Exception) -> None:
+        """Fails the request of a sequence, and nothing else."""
+        assert isinstance(sequence, Continuation)
+        drop_tracebacks(error)
+        self._abort(self.requests.owner(sequence), error)

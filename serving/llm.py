@@ -3,15 +3,17 @@
 import contextlib
 import itertools
 import sys
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
 
 from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
-from serving.engine import Engine
 from serving.engine_options import (
     BUILT_IN_MODEL,
     MEMORY_FRACTION,
@@ -27,14 +29,18 @@ from serving.outputs import RequestOutput, failed_output
 from serving.request import Request
 from serving.request_reader import Params, Prompt, Prompts, list_prompts, spread_params
 from serving.sampling_params import SamplingParams
+from serving.shared_engine import OnError, SharedEngine, dereference
 
-OnError = Literal["raise", "return"]
 Conversation = Sequence[Mapping[str, Any]]
 
 
 @explain_unknown_names(ENGINE_NAMES)
 class LLM:
-    """A loaded model with its KV store, for one thread.
+    """A loaded model with its KV store.
+
+    Several threads may use it: their calls take turns step by step, and their prompts run together.
+    A program that serves many callers is better off with a `ServingLoop`. As a context manager it
+    closes itself. In a forked child every use but `close` raises a RuntimeError.
 
     Args:
         model: this and the others up to `memory_fraction` are those of `EngineOptions`.
@@ -104,7 +110,8 @@ class LLM:
             hot_rows=hot_rows,
             memory_fraction=memory_fraction,
         )
-        self._engine = Engine(options, warm_up=warm_up)
+        self._shared = SharedEngine(options, warm_up=warm_up)
+        self._engine = self._shared.engine
         self.config, self.max_model_len = self._engine.config, self._engine.max_model_len
         self.tokenizer = self._engine.tokenizer
         self._request_numbers = itertools.count()
@@ -125,6 +132,34 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters has: the model's own choices, and else the defaults."""
         return SamplingParams().filled(self._engine.reader.generation_config.sampling)
+
+    def close(self) -> None:
+        """Ends all that runs and frees the memory of weights and KV store, on the devices and in
+        host memory. It may be called again; every other call then raises a RuntimeError.
+
+        In the middle of a step of this thread, as from a signal handler, it does not wait: the
+        step ends first. In a forked child it does nothing.
+        """
+        self._shared.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drops the cached pages that no request uses, so that prompts are computed anew.
+
+        Returns:
+            Whether nothing is cached any more: an iterator that is not done keeps its pages.
+        """
+        return self._shared.run(self._engine.reset_prefix_cache)
 
     def generate(
         self,
@@ -173,13 +208,14 @@ class LLM:
 
         Yields:
             A prompt's place among `prompts`, from 0, and its output; in order of completion. What
-            is left is aborted when the iterator is closed.
+            is left is aborted when the iterator is closed. The iterator does not keep the LLM: if
+            that is closed, or nothing refers to it, the next output is a RuntimeError.
 
         Raises:
             ValueError, TypeError: a prompt or parameter is refused. Nothing has been computed then.
         """
         requests = self._read_all("prompts", list_prompts(prompts), sampling_params, on_error)
-        return self._run(requests, stream, on_error)
+        return self._shared.outputs(requests, stream, on_error)
 
     def chat(
         self,
@@ -248,11 +284,13 @@ class LLM:
         Raises:
             Exception: whatever a step raised.
         """
+        self._shared.check_usable()
+        llm: weakref.ref[LLM] = weakref.ref(self)
         read = (
-            self._read(f"requests[{place}]", prompt, params, "return")
+            dereference(llm)._read(f"requests[{place}]", prompt, params, "return")
             for place, (prompt, params) in enumerate(requests)
         )
-        return self._run(read, stream, None)
+        return self._shared.outputs(read, stream, None)
 
     def export_prefix(self, prompt: Prompt, path: str | Path) -> int:
         """Writes the cached rows of a prompt to a file, computing those that are not cached.
@@ -275,7 +313,7 @@ class LLM:
         assert isinstance(request, Request)
         token_ids = request.continuations[0].token_ids
         self._finish([request], use_tqdm=False, on_error="raise")
-        self._engine.export_prefix(token_ids, Path(path))
+        self._shared.run(partial(self._engine.export_prefix, token_ids, Path(path)))
         return len(token_ids)
 
     def import_prefix(self, path: str | Path) -> int:
@@ -299,9 +337,10 @@ class LLM:
             OSError: the file cannot be read.
         """
         self._check_prefix_caching("import_prefix")
-        return self._engine.import_prefix(Path(path))
+        return self._shared.run(partial(self._engine.import_prefix, Path(path)))
 
     def _check_prefix_caching(self, what: str) -> None:
+        self._shared.check_usable()
         if not self._engine.reader.enable_prefix_caching:
             raise ValueError(f"{what} needs enable_prefix_caching=True")
 
@@ -309,6 +348,7 @@ class LLM:
         self, what: str, prompts: Sequence[Prompt], params: Params, on_error: OnError
     ) -> list[Request | RequestOutput]:
         """Requests, before the first step: a bad one must not stop the others half way."""
+        self._shared.check_usable()
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         spread = spread_params(params, len(prompts))
@@ -330,55 +370,13 @@ class LLM:
                 raise kind(f"{where}: {error}") from error
             return failed_output(request_id, str(error))
 
-    def _run(
-        self,
-        requests: Iterable[Request | RequestOutput],
-        stream: bool,
-        on_error: OnError | None,
-    ) -> Generator[tuple[int, RequestOutput]]:
-        """Runs requests, drawn while few are waiting, and yields what is done or has grown.
-
-        Of what fails, None raises only the engine's own failures.
-        """
-        drawn = enumerate(requests)
-        most_waiting = self._engine.runner.geometry.max_sequences
-        active: dict[int, Request] = {}
-        seen: dict[int, int] = {}
-        more = True
-        try:
-            while more or active:
-                # At least one, however many wait for another caller.
-                while more and (not active or self._engine.num_waiting < most_waiting):
-                    place, request = next(drawn, (0, None))
-                    more = request is not None
-                    if isinstance(request, RequestOutput):
-                        yield place, request
-                    elif request is not None:
-                        active[place], seen[place] = request, 0
-                        self._engine.add(request)
-                if not active:
-                    return
-                self._engine.step()
-                for place, request in list(active.items()):
-                    grown = request.num_output_tokens > seen[place]
-                    seen[place] = request.num_output_tokens
-                    if request.finished:
-                        del active[place]
-                        _raise_failure(request, on_error)
-                    if request.finished or (stream and grown):
-                        yield place, request.output()
-        finally:
-            # What an error or a caller that stops listening leaves behind.
-            for request in active.values():
-                self._engine.abort(request)
-
     def _finish(
         self, requests: Sequence[Request | RequestOutput], use_tqdm: bool, on_error: OnError
     ) -> list[RequestOutput]:
         """Runs requests to the end, with a progress bar, and gives outputs in their order."""
         found: dict[int, RequestOutput] = {}
         hidden = not (use_tqdm and sys.stderr.isatty())
-        running = contextlib.closing(self._run(requests, False, on_error))
+        running = contextlib.closing(self._shared.outputs(requests, False, on_error))
         progress = tqdm(total=len(requests), desc="Processed prompts", disable=hidden)
         num_read = num_written = 0
         with running as outputs, progress:
@@ -394,10 +392,3 @@ class LLM:
                 )
                 progress.update()
         return [found[place] for place in range(len(requests))]
-
-
-def _raise_failure(request: Request, on_error: OnError | None) -> None:
-    if request.error is not None:
-        raises = request.step_failed if on_error is None else on_error == "raise"
-        if raises:
-            raise request.error

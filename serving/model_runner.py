@@ -143,12 +143,23 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Forgets all sequences and builds an empty store, as after a step that failed."""
+        self._whole = False
         self._closed, self.cache.total = self.counters, CacheCounters()
         # Given up first: memory may not hold a second store.
+        self._delete_store()
+        self._start_empty()
+
+    def delete(self) -> None:
+        """Gives up the memory of parameters and store; nothing can be launched any more."""
+        self._whole = False
+        self._delete_store()
+        for array in jax.tree.leaves(self.params):
+            array.delete()
+
+    def _delete_store(self) -> None:
         self.cache.device.delete()
         for array in jax.tree.leaves(self._sampling):
             array.delete()
-        self._start_empty()
 
     def synchronize(self) -> None:
         """Waits until the device has done all that was launched."""
@@ -160,7 +171,7 @@ class ModelRunner:
     def usable(self) -> bool:
         """Whether there is a store: a reset may have failed for want of memory."""
         lost = any(array.is_deleted() for array in jax.tree.leaves(self._sampling))
-        return not (lost or self.cache.device.deleted)
+        return self._whole and not (lost or self.cache.device.deleted)
 
     @property
     def counters(self) -> CacheCounters:
@@ -219,6 +230,7 @@ class ModelRunner:
         self._sampling = SamplingState.create(
             self.geometry.max_sequences, self.config.vocab_size, self._mesh
         )
+        self._whole = True
 
     def prepare_prefill(self, chunk: PrefillChunk) -> None:
         """Readies slot and pages for a chunk, just before its launch.

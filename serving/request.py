@@ -8,6 +8,7 @@ import numpy as np
 
 from kvcache import CacheCounters, EncodedTokens
 from kvcache.host_tier import READS
+from serving.errors import describe_error
 from serving.output_text import OutputText
 from serving.outputs import (
     CompletionOutput,
@@ -172,11 +173,25 @@ class Request:
         """Tokens generated so far, by all continuations."""
         return sum(len(part.output_ids) for part in self.continuations)
 
+    def end(self, error: Exception | None, *, step_failed: bool = False) -> None:
+        """Ends what is not done, if there is any.
+
+        Args:
+            error: what it failed with, or None if it is aborted.
+            step_failed: whether that was the engine's failure and not its own.
+        """
+        if self.finished:
+            return
+        self.error, self.step_failed = error, step_failed
+        for part in self.continuations:
+            if not part.finished:
+                part.finish_reason = "abort"
+                self.ended = time.monotonic()
+
     def output(self) -> RequestOutput:
         """What there is so far; nothing but the error if it failed."""
         if self.error is not None:
-            message = str(self.error) or type(self.error).__name__
-            return failed_output(self.request_id, message)
+            return failed_output(self.request_id, describe_error(self.error))
         first = self.continuations[0]
         return RequestOutput(
             request_id=self.request_id,

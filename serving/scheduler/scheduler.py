@@ -298,24 +298,6 @@ class Scheduler:
         self._waiting.ended(record)
         return record.counters
 
-    def fail_started(self, cache: SequenceCache) -> list[Schedulable]:
-        """Forgets all that have ever had a slot, whose rows are lost; the others still wait.
-
-        Args:
-            cache: an empty one, in place of that which has failed.
-
-        Returns:
-            Those forgotten.
-        """
-        self._cache = cache
-        self._slots.clear()
-        started = [record for record in self._records.values() if record.opened is not None]
-        for record in started:
-            self._prefilling.discard(record)
-            self.finish(record.sequence)
-        self._waiting.forget_cached()
-        return [record.sequence for record in started]
-
     def check_integrity(self) -> None:
         """Proves that every sequence is in one place, and every count right.
 

@@ -64,11 +64,6 @@ class Slots:
             return None
         return max(unfinished, key=lambda record: record.precedence)
 
-    def clear(self) -> None:
-        """Takes all slots back."""
-        for record in list(self.taken.values()):
-            self.give_back(record)
-
     def check_integrity(self) -> None:
         """Proves that every slot is free or one sequence's, who is listed by its phase.
 

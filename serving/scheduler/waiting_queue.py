@@ -126,13 +126,6 @@ class WaitingQueue:
         if leader is not None:
             self._enqueue(leader)
 
-    def forget_cached(self) -> None:
-        """Notes that nothing is cached any more."""
-        self._refused = None
-        for record in self._queue.records:
-            record.remaining = record.num_tokens
-            self._queue.push(record)
-
     def check_integrity(self, records: Sequence[ScheduledSequence]) -> None:
         """Proves that of all sequences those are here that should be, and once.
 

@@ -6,12 +6,13 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from glm53 import GenerationError, RequestStream, SamplingParams, ServingLoop
+from glm53 import EngineDeadError, GenerationError, RequestStream, SamplingParams, ServingLoop
 from serving.metrics import LoopMetrics
 from serving.model_runner import ModelRunner
 from serving.outputs import RequestOutput
@@ -20,6 +21,7 @@ from tests.serving.toy_engine import assert_idle, tokens, toy_options
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")
 LONG = 150
+RUNNER = "serving.model_runner.ModelRunner"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,7 @@ def loop(shared_loop: ServingLoop) -> Iterator[ServingLoop]:
     """One with a thread of its own; in the end nothing is left in it."""
     yield shared_loop
     wait_for(lambda: not shared_loop._engine.has_work)
-    with shared_loop._stepping:
-        assert_idle(shared_loop._engine)
+    shared_loop._access.run(partial(assert_idle, shared_loop._engine))
     assert not shared_loop._requests
 
 
@@ -387,7 +388,7 @@ def test_closing(folder: Path) -> None:
     thread = loop._thread
     assert thread is not None
     assert not thread.is_alive()
-    assert_idle(loop._engine)
+    assert not loop._engine.has_work
     for refused in (lambda: loop.submit(ids(1)), loop.step, loop.start):
         with pytest.raises(RuntimeError, match="closed"):
             refused()
@@ -414,18 +415,36 @@ def test_the_program_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not at_exit, "kept when it is closed"
 
 
-def test_an_end_of_the_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that the engine cannot survive: requests that wait forever."""
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [("serving.loop.Engine.step", RuntimeError()), (f"{RUNNER}.launch_decode", SystemExit())],
+)
+def test_an_end_of_the_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
+) -> None:
+    """An error that the engine cannot survive, or an interruption: requests that wait forever, and
+    later ones that are not told why."""
     loop = ServingLoop(toy_options(folder), warm_up=False)
 
     def fail(*_: Any) -> None:
-        raise SystemExit
+        raise error
 
-    monkeypatch.setattr(ModelRunner, "launch_decode", fail)
+    monkeypatch.setattr(part, fail)
     loop.start()
     stream = loop.submit(ids(1), greedy(LONG))
-    assert reason(stream.result(timeout=60)) == "abort"
+    if isinstance(error, SystemExit):
+        assert reason(stream.result(timeout=60)) == "abort"
+    else:
+        with pytest.raises(GenerationError, match="'request-0' failed: RuntimeError") as caught:
+            stream.result(timeout=60)
+        assert caught.value.__cause__ is error
     wait_for(lambda: loop._closed)
+    message = f"the serving loop has ended: {type(error).__name__}"
+    with pytest.raises(EngineDeadError, match=message) as refused:
+        loop.submit(ids(1))
+    assert refused.value.__cause__ is error
+    with pytest.raises(EngineDeadError, match=message):
+        loop.step()
     loop.close()
 
 

@@ -106,7 +106,7 @@ def test_padding_changes_nothing(engine: Engine) -> None:
     for name, array in after.items():
         expected = before[name] / 2 if name in counts else before[name]
         np.testing.assert_array_equal(array.view(np.uint8), expected.view(np.uint8), err_msg=name)
-    for one in list(dict.fromkeys(engine._owners.values())):
+    for one in engine.requests.requests:
         engine.abort(one)
     assert_idle(engine)
 

@@ -62,4 +62,4 @@ def assert_idle(engine: Engine) -> None:
     engine.scheduler.check_integrity()
     assert len(engine.scheduler) == engine.scheduler.num_running == 0
     assert cache.pool.num_free + cache.pool.num_cached_only == cache.geometry.num_pages
-    assert not engine._owners
+    assert not len(engine.requests)

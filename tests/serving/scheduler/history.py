@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 from kvcache import CacheCounters
-from serving.scheduler import Schedulable, Scheduler
+from serving.scheduler import Scheduler
 from tests.serving.scheduler.mock_engine import (
     VOCABULARY,
     MockEngine,
@@ -86,11 +86,17 @@ class History:
             self._never_opened.pop(sequence, None)
             self.engine.end(sequence)
 
-    def lose(self, sequence: Schedulable) -> None:
-        """Takes a sequence whose rows are lost, with its engine."""
-        assert isinstance(sequence, ToySequence)
-        sequence.failed = True
-        sequence.counters = CacheCounters()
+    def restart(self, engine: MockEngine) -> None:
+        """Goes on with an empty engine: those that have started are lost, the others go over."""
+        left = [one for one in self.sequences if one in self.scheduler]
+        self.engine = engine
+        for sequence in left:
+            if sequence in self._never_opened:
+                self._added_at[sequence] = self.scheduler.counters.prompt_tokens
+                self.scheduler.add(sequence)
+            else:
+                sequence.failed = True
+                sequence.counters = CacheCounters()
 
     def step(self) -> Step:
         """A step, with all that must hold of it."""

@@ -77,43 +77,47 @@ def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
     return cache, pages * ROWS_PER_PAGE
 
 
+def make_engine(
+    sizes: Sizes, policy: str, *, pipelined: bool
+) -> tuple[MockEngine, KVCache[PlacesDevice], int]:
+    """An empty engine, its cache, and the most tokens that a sequence may have in it."""
+    cache, most_tokens = start(sizes, policy)
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        most_step_rows=sizes.most_step_rows,
+        age_weight=AGE_WEIGHT,
+    )
+    return MockEngine(cache, cache.device, scheduler, pipelined=pipelined), cache, most_tokens
+
+
 def soak(policy: str, seed: int, num_steps: int) -> dict[str, int]:
     """Histories in engines of many sizes; counts what there was."""
     rng = random.Random(f"{policy} {seed}")
     taken, seen = 0, Counter[str]()
     while taken < num_steps:
         sizes = Sizes.draw(rng, policy)
-        cache, most_tokens = start(sizes, policy)
-        scheduler = Scheduler(
-            cache,
-            max_num_seqs=sizes.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            most_step_rows=sizes.most_step_rows,
-            age_weight=AGE_WEIGHT,
-        )
         pipelined = rng.random() < 0.9
+        engine, cache, most_tokens = make_engine(sizes, policy, pipelined=pipelined)
         history = History(
-            MockEngine(cache, cache.device, scheduler, pipelined=pipelined),
-            most_tokens=most_tokens,
-            age_weight=AGE_WEIGHT,
-            check_every=CHECK_EVERY,
+            engine, most_tokens=most_tokens, age_weight=AGE_WEIGHT, check_every=CHECK_EVERY
         )
         busy = rng.choice((0.1, 0.3, 0.6))
         for _ in range(400):
-            if rng.random() < busy and scheduler.num_waiting < 12:
+            if rng.random() < busy and history.scheduler.num_waiting < 12:
                 history.add(random_arrival(rng, most_new=24, most_output=32))
             if rng.random() < 0.03:
                 history.abort(rng.randrange(1 << 20))
             if rng.random() < 0.002:
                 # As after a step that has failed: all rows are lost.
-                cache, _ = start(sizes, policy)
-                for sequence in scheduler.fail_started(cache):
-                    history.lose(sequence)
-                history.engine = MockEngine(cache, cache.device, scheduler, pipelined=pipelined)
+                engine, cache, _ = make_engine(sizes, policy, pipelined=pipelined)
+                engine.scheduler.counters = history.scheduler.counters
+                history.restart(engine)
             history.step()
         history.drain(most_steps=100_000)
         taken += history.num_steps
-        seen["parked"] += scheduler.counters.parked
+        seen["parked"] += history.scheduler.counters.parked
         seen["dropped"] += cache.residency.pages_dropped
         seen["restored"] += cache.residency.pages_restored
         pool = cache.pool

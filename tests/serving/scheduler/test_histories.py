@@ -48,24 +48,20 @@ def test_any_history_ends_with_the_same_tokens(
 ) -> None:
     """Catches tokens lost, doubled or told to the wrong sequence, and sequences that never end."""
 
-    def make(scheduler: Scheduler | None) -> MockEngine:
+    def make() -> MockEngine:
         cache = FakeCache(num_pages, ROWS_PER_PAGE)
-        if scheduler is not None:
-            for sequence in scheduler.fail_started(cache):
-                run.lose(sequence)
-        else:
-            scheduler = Scheduler(
-                cache,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                most_step_rows=most_step_rows,
-                age_weight=AGE_WEIGHT,
-            )
+        scheduler = Scheduler(
+            cache,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            most_step_rows=most_step_rows,
+            age_weight=AGE_WEIGHT,
+        )
         return MockEngine(cache, RowsOfSlots(cache), scheduler, pipelined=pipelined)
 
     # A row more than fit, as the last token chosen needs none.
     most_tokens = num_pages * ROWS_PER_PAGE + 1
-    run = History(make(None), most_tokens=most_tokens, age_weight=AGE_WEIGHT)
+    run = History(make(), most_tokens=most_tokens, age_weight=AGE_WEIGHT)
     for event in history:
         match event:
             case Arrival():
@@ -76,6 +72,6 @@ def test_any_history_ends_with_the_same_tokens(
                 for _ in range(count):
                     run.step()
             case _:
-                run.engine = make(run.scheduler)
+                run.restart(make())
                 run.check_integrity()
     run.drain(most_steps=20_000)

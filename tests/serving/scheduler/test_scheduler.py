@@ -448,19 +448,6 @@ def test_an_abort_in_any_state(after_steps: int) -> None:
         run.scheduler.finish(sequences[0])
 
 
-def test_after_a_failure_those_that_wait_go_on() -> None:
-    """Catches waiting sequences that are lost, and started ones that stay, with a failed step."""
-    run = engine(max_num_batched_tokens=4, most_step_rows=4, max_num_seqs=1)
-    started, waiting = add(run, prompt(8)), add(run, prompt(8, 2))
-    run.step()
-    cache = FakeCache(MANY)
-    assert run.scheduler.fail_started(cache) == [started]
-    run.scheduler.check_integrity()
-    again = MockEngine(cache, RowsOfSlots(cache), run.scheduler)
-    steps_to_finish(again, waiting)
-    assert not run.scheduler.confirm(started, 1)
-
-
 def test_a_chunk_stays_until_it_is_launched() -> None:
     """Catches a plan that counts what has not been launched."""
     run = engine()
