@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import logging
 import signal
@@ -18,7 +17,7 @@ import pytest
 from glm53 import LLM, GenerationError, SamplingParams, ServingLoop
 from serving.model_runner import ModelRunner
 from serving.outputs import RequestOutput
-from tests.serving.toy_engine import assert_idle, tokens, toy_options
+from tests.serving.toy_engine import assert_idle, tokens, toy_llm, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")
@@ -29,13 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-def make_llm(folder: Path) -> LLM:
-    return LLM(**dataclasses.asdict(toy_options(folder)))
-
-
 @pytest.fixture(scope="module")
 def shared_llm(folder: Path) -> LLM:
-    return make_llm(folder)
+    return toy_llm(folder)
 
 
 @pytest.fixture
@@ -245,7 +240,7 @@ def arrays_of(llm: LLM) -> list[jax.Array]:
 
 def test_closing_an_llm(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """Memory that is kept, or use of what is gone."""
-    with make_llm(folder) as llm:
+    with toy_llm(folder) as llm:
         (output,) = llm.generate(ids(1), greedy())
         open_one = llm.generate_iter(ids(2), greedy(100), stream=True)
         next(open_one)
@@ -277,7 +272,7 @@ def test_closing_an_llm(folder: Path, expected: list[list[int]], tmp_path: Path)
 @pytest.mark.parametrize("times", [1, 2])
 def test_closing_while_others_use_it(folder: Path, times: int) -> None:
     """A thread that waits forever, or goes on with arrays that are gone."""
-    llm, started, refused = make_llm(folder), threading.Event(), []
+    llm, started, refused = toy_llm(folder), threading.Event(), []
 
     def generate() -> None:
         with pytest.raises(RuntimeError, match="this LLM is closed") as caught:
@@ -296,7 +291,7 @@ def test_closing_while_others_use_it(folder: Path, times: int) -> None:
 def test_closing_inside_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler that closes an LLM or a loop whose step it interrupts."""
     launch = ModelRunner.launch_decode
-    llm = make_llm(folder)
+    llm = toy_llm(folder)
     loop = ServingLoop(toy_options(folder), warm_up=False)
     closed: Any = llm
 
@@ -318,7 +313,7 @@ def test_closing_inside_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_deleted_llm(folder: Path) -> None:
     """An engine that is kept by what it has given: outputs, iterators, errors of requests."""
-    llm = make_llm(folder)
+    llm = toy_llm(folder)
     engine, arrays = weakref.ref(llm._engine), [weakref.ref(one) for one in arrays_of(llm)]
     kept: list[Any] = llm.generate([ids(1), ids(2)], greedy())
     unread = llm.generate_iter(ids(1), greedy())

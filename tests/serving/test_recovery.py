@@ -1,6 +1,5 @@
 """Engines whose bookkeeping is torn at any point: they are built anew, or stop for good."""
 
-import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from serving import engine_access
 from serving.engine import Engine
 from serving.failures import MAX_FAILURES
 from serving.model_runner import ModelRunner
-from tests.serving.toy_engine import assert_idle, request, tokens, toy_options
+from tests.serving.toy_engine import assert_idle, request, tokens, toy_llm, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")
@@ -33,13 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-def make_llm(folder: Path) -> LLM:
-    return LLM(**dataclasses.asdict(toy_options(folder)))
-
-
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return make_llm(folder)
+    return toy_llm(folder)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +250,7 @@ def test_failures_without_end(
 ) -> None:
     """An engine that fails step after step for as long as there are requests, and fills the log;
     requests that wait for it, or are not told why they fail; lines of the log without a word."""
-    llm = make_llm(folder)
+    llm = toy_llm(folder)
     prompts: Any = [{"prompt_token_ids": tokens(seed, 30)} for seed in range(40)]
     outputs = llm.generate(prompts, SHORT, on_error="return")
     assert len(failing) == MAX_FAILURES

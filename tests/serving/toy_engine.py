@@ -1,11 +1,12 @@
 """Engines of a toy model whose store is too small for all that runs on it."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from glm53 import EngineOptions, SamplingParams
+from glm53 import LLM, EngineOptions, SamplingParams
 from serving.engine import Engine
 from serving.outputs import RequestOutput
 from serving.request import Request
@@ -29,6 +30,10 @@ def toy_options(folder: Path, **options: Any) -> EngineOptions:
         "hot_rows": 1,
     }
     return EngineOptions(model=folder, **(sizes | options))
+
+
+def toy_llm(folder: Path) -> LLM:
+    return LLM(**dataclasses.asdict(toy_options(folder)))
 
 
 def tokens(seed: int, count: int) -> list[int]:
