@@ -22,11 +22,6 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
     made = Engine(toy_options(folder))
     assert made.runner.geometry.num_pages == PAGES

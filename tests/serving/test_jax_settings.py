@@ -48,11 +48,6 @@ def process_wide(*settings: tuple[str, Any]) -> Iterator[None]:
             jax.config.update(name, value)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
 def served(engine: Engine) -> list[tuple[list[int], float | None]]:
     """Tokens and their log-probability of requests that choose in all ways."""
     kinds: list[dict[str, Any]] = [

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
 def shared_llm(folder: Path) -> LLM:
     return toy_llm(folder)
 

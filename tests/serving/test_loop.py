@@ -25,11 +25,6 @@ RUNNER = "serving.model_runner.ModelRunner"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
 def stepped(folder: Path) -> ServingLoop:
     """One that the tests step themselves."""
     return ServingLoop(toy_options(folder), warm_up=False)

@@ -28,11 +28,6 @@ SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return toy_llm(folder)
 

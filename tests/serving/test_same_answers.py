@@ -67,11 +67,6 @@ def run(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("toy")
-
-
-@pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
     """Answers of requests that have a store for themselves, by number of devices."""
 

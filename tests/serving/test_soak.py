@@ -87,11 +87,6 @@ class Day:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
     """The tokens that follow a prompt on an ample store of its own."""
     resident = {"kv_policy": "resident", "host_memory_gib": None, "hot_rows": None}

@@ -18,11 +18,6 @@ from tests.serving.toy_engine import assert_idle, finish, request, tokens, toy_o
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
 def warm_engine(folder: Path, **options: Any) -> Engine:
     """One where a sequence may be longer than the device's pages."""
     sizes = {"max_model_len": 512, "host_memory_gib": 0.0002, "hot_rows": 64}
