@@ -34,7 +34,7 @@ def test_generate(capsys: pytest.CaptureFixture) -> None:
     ("arguments", "message"),
     [
         (["generate", ""], "empty"),
-        (["generate", "x", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "x", "--max-tokens", "-1"], "max_tokens"),
         (["generate", "x", "--top-k", "-5"], "top_k"),
         (["generate", "x", "--stop", ""], "stop"),
         (["generate", "x", "--model", "no-such-model"], "no-such-model"),
