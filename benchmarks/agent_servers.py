@@ -5,9 +5,9 @@ import time
 
 from benchmarks.agent_workload import Answer, AnswerTimes
 from kvcache import KVCache, KVGeometry, SimulatedDevice
-from serving.engine import Engine
-from serving.request import Request
-from serving.sampling_params import SamplingParams
+from serving.engine.engine import Engine
+from serving.requests.request import Request
+from serving.requests.sampling_params import SamplingParams
 from serving.scheduler import Scheduler
 
 

@@ -34,11 +34,11 @@ from benchmarks.agent_servers import EngineServer, SimulatedServer
 from benchmarks.agent_workload import AGENTS, Result, Times, Workload, run_agents
 from benchmarks.small_checkpoint import small_fields, write_checkpoint
 from glm53.checkpoint.source import read_config
-from glm53.kv_geometry import kv_geometry
-from glm53.presets import preset
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.presets import preset
 from kvcache import KVGeometry
-from serving.engine import Engine
-from serving.engine_options import EngineOptions, KVPolicy
+from serving.engine.engine import Engine
+from serving.options.engine_options import EngineOptions, KVPolicy
 
 POLICIES: tuple[KVPolicy, ...] = ("resident", "swap", "hybrid")
 SCALED = dataclasses.replace(AGENTS.scaled(64), output_tokens=16)

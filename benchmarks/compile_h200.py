@@ -22,16 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from glm53.config import GLMConfig
-from glm53.kv_geometry import kv_geometry
-from glm53.model import abstract_model
-from glm53.presets import preset
-from glm53.sharding import make_mesh, parameter_shardings
-from glm53.steps import PrefillBatch, Steps
+from glm53.model.config import GLMConfig
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh, parameter_shardings
+from glm53.model.steps import PrefillBatch, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
-from pallas_kernels.aot import CompileReport, Loop, compile_for_h200
-from serving.engine_options import MEMORY_FRACTION, resolve_numerics
-from serving.store_options import StoreOptions, resolve_geometry
+from scripts.aot.aot import CompileReport, Loop, compile_for_h200
+from serving.options.engine_options import MEMORY_FRACTION, resolve_numerics
+from serving.options.store_options import StoreOptions, resolve_geometry
 
 NUM_DEVICES = 8
 DEVICE_BYTES = 140 << 30

@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, Int
 from benchmarks.sequences import fill_randomly, float32_geometry, open_sequences, set_sequences
 from benchmarks.small_checkpoint import ensure_checkpoint
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.sharding import make_mesh
-from glm53.steps import Steps
+from glm53.model.config import GLMConfig
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import Steps
 from kvcache import KVStore, SequenceState
-from kvcache.store import MESH_AXIS
+from kvcache.device.store import MESH_AXIS
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
 

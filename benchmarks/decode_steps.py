@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvcache import CacheCounters, EncodedTokens, KVCache, KVGeometry, SimulatedDevice
-from pallas_kernels.row_format import RowFormat
+from pallas_kernels.common.row_format import RowFormat
 from serving.scheduler import Schedulable, Scheduler, SequenceCache
 
 DEVICES = 8

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.sequences import fill_randomly, float32_geometry, open_sequences, set_sequences
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.sharding import make_mesh
-from glm53.steps import PrefillBatch, Steps
-from serving.buckets import Buckets, fit
+from glm53.model.config import GLMConfig
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import PrefillBatch, Steps
+from serving.engine.buckets import Buckets, fit
 
 CHUNK = 512  # rows of a prefill step, the default of LLM
 ANSWER_TOKENS = 64  # room of a sequence beyond its prompt

@@ -23,9 +23,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.compiler_options import GPU_COMPILER_OPTIONS
-from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.common.compiler_options import GPU_COMPILER_OPTIONS
+from pallas_kernels.common.host_memory import HOST_MEMORY, as_device, as_host
+from pallas_kernels.common.implementation import Implementation
 
 Call = Callable[..., tuple[Any, ...]]
 

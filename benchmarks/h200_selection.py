@@ -18,7 +18,7 @@ from benchmarks.h200_programs import (
     Work,
     scattered_bits,
 )
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.common.implementation import Implementation
 from pallas_kernels.index_scores import batched_index_scores
 from pallas_kernels.index_scores import specs as score_specs
 from pallas_kernels.index_scores.specs import ScoreSpec

@@ -19,14 +19,14 @@ from benchmarks.h200_programs import (
 from pallas_kernels.append_rows import append_rows
 from pallas_kernels.append_rows import specs as append_specs
 from pallas_kernels.append_rows.specs import AppendSpec
+from pallas_kernels.common.implementation import Implementation
+from pallas_kernels.common.slab_spec import SlabSpec
 from pallas_kernels.fetch_rows import fetch_rows
 from pallas_kernels.fetch_rows import specs as fetch_specs
 from pallas_kernels.fetch_rows.specs import FetchSpec
-from pallas_kernels.implementation import Implementation
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 from pallas_kernels.move_pages import specs as move_specs
 from pallas_kernels.move_pages.specs import MoveSpec
-from pallas_kernels.slab_spec import SlabSpec
 from pallas_kernels.stage_rows import specs as stage_specs
 from pallas_kernels.stage_rows import stage_pages, stage_rows
 from pallas_kernels.stage_rows.specs import StageSpec

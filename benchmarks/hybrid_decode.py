@@ -30,12 +30,12 @@ from jaxtyping import Array, Int
 from benchmarks.sequences import float32_geometry, set_sequences
 from benchmarks.small_checkpoint import ensure_checkpoint
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.sharding import make_mesh
-from glm53.steps import StepOutput, Steps
+from glm53.model.config import GLMConfig
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import StepOutput, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
-from kvcache.host_tier import READS
-from kvcache.transitions import compiled_transitions
+from kvcache.device.host_tier import READS
+from kvcache.device.transitions import compiled_transitions
 
 CHECKPOINT = Path(__file__).parent.parent / ".cache" / "small-62m"
 CONTEXTS = (8192, 16384)

@@ -25,8 +25,8 @@ import numpy as np
 from kvcache import KVCache
 from kvcache.prefix_transfer import PrefixImport
 from serving.llm import LLM
-from serving.sampling_params import SamplingParams
-from serving.store_options import FEWEST_DEVICE_PAGES
+from serving.options.store_options import FEWEST_DEVICE_PAGES
+from serving.requests.sampling_params import SamplingParams
 
 DECODE_CONTEXT = 131_072
 PREFILL_CONTEXT = 16_384

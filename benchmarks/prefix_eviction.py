@@ -2,7 +2,7 @@
 
 Conversations return by turns; each turn reads all pages of its conversation and may add some. Per
 workload and policy: the pages found, of those that a cache without limit would have found.
-`index` is `kvcache.prefix_index`; the others evict the last pages of some conversation: `lru` of
+`index` is `kvcache.prefix.index`; the others evict the last pages of some conversation: `lru` of
 that used longest ago, `random` of any, `clairvoyant` of that whose next turn is furthest ahead.
 
 usage: python benchmarks/prefix_eviction.py [--seed N]
@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvcache.page_pool import PagePool
-from kvcache.prefix_index import PrefixIndex
+from kvcache.prefix.index import PrefixIndex
 
 ROOM = 400  # pages of a cache
 PAGES = 8  # of a conversation that does not grow

@@ -21,20 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import glm53.forward
-import glm53.steps
+import glm53.model.forward
+import glm53.model.steps
 from benchmarks.sequences import float32_geometry, open_sequences
 from glm53 import chat
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.forward import Forward, Selection
-from glm53.layer_plan import LayerIndex
-from glm53.sharding import make_mesh
-from glm53.steps import PrefillBatch, Steps
+from glm53.model.config import GLMConfig
+from glm53.model.forward import Forward, Selection
+from glm53.model.layer_plan import LayerIndex
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import PrefillBatch, Steps
 from glm53.tokenizer import Tokenizer
 from kvcache import KVStore
 from pallas_kernels.select_topk import merge_topk, select_topk
-from serving.engine_options import model_path
+from serving.options.engine_options import model_path
 
 CACHE = Path(__file__).parent.parent / ".cache" / "selections"
 CANDIDATES = 512  # kept of each step, best score first; the model selects the first 64
@@ -173,7 +173,7 @@ class _RankedForward(Forward):
             k = self.config.index_topk
             return merge_topk(scores[..., :k], positions[..., :k])
 
-        with mock.patch.multiple(glm53.forward, select_topk=rank, merge_topk=merge):
+        with mock.patch.multiple(glm53.model.forward, select_topk=rank, merge_topk=merge):
             store, selection = super()._select(index, query, weights, store)
         return store, dataclasses.replace(selection, positions=candidates[0])
 
@@ -251,7 +251,7 @@ class Recorder:
         batch = PrefillBatch(
             jnp.zeros(1, jnp.int32), jnp.full(1, len(ids), jnp.int32), jnp.asarray(padded)
         )
-        with mock.patch.object(glm53.steps, "Forward", _RankedForward):
+        with mock.patch.object(glm53.model.steps, "Forward", _RankedForward):
             output, self._store, self._sequences = self._steps.prefill(
                 self._params,
                 self._store,

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from glm53.config import GLMConfig
-from glm53.kv_geometry import kv_geometry
-from glm53.steps import Steps
+from glm53.model.config import GLMConfig
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.steps import Steps
 from kvcache import KVGeometry, KVStore, PagePool, SequenceState
-from kvcache.sequence_state import assign_slot
+from kvcache.device.sequence_state import assign_slot
 
 
 def float32_geometry(config: GLMConfig, num_sequences: int, num_tokens: int) -> KVGeometry:

@@ -20,7 +20,7 @@ from jaxtyping import Float32
 from safetensors.numpy import save_file
 
 from glm53.checkpoint.inventory import tensor_inventory
-from glm53.config import GLMConfig
+from glm53.model.config import GLMConfig
 
 _NORM_SPREAD = 0.2  # norm weights lie within this of 1, biases within this of 0
 

@@ -5,14 +5,14 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from glm53.config import GLMConfig
-    from serving.engine_options import EngineOptions
+    from glm53.model.config import GLMConfig
     from serving.errors import EngineDeadError, GenerationError
     from serving.llm import LLM
     from serving.loop import ServingLoop
-    from serving.outputs import RequestOutput
-    from serving.request_stream import RequestStream
-    from serving.sampling_params import SamplingParams
+    from serving.options.engine_options import EngineOptions
+    from serving.requests.outputs import RequestOutput
+    from serving.requests.sampling_params import SamplingParams
+    from serving.requests.stream import RequestStream
 
     __version__: str
 
@@ -31,13 +31,13 @@ __all__ = [
 
 _HOMES = {
     "EngineDeadError": "serving.errors",
-    "EngineOptions": "serving.engine_options",
-    "GLMConfig": "glm53.config",
+    "EngineOptions": "serving.options.engine_options",
+    "GLMConfig": "glm53.model.config",
     "GenerationError": "serving.errors",
     "LLM": "serving.llm",
-    "RequestOutput": "serving.outputs",
-    "RequestStream": "serving.request_stream",
-    "SamplingParams": "serving.sampling_params",
+    "RequestOutput": "serving.requests.outputs",
+    "RequestStream": "serving.requests.stream",
+    "SamplingParams": "serving.requests.sampling_params",
     "ServingLoop": "serving.loop",
 }
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from kvcache.counters import CacheCounters
 from kvcache.geometry import KVGeometry
 from kvcache.page_pool import OutOfPagesError, PagePool
-from kvcache.page_states import PageStates
-from kvcache.prefix_index import PrefixMatch, Publication
+from kvcache.prefix.index import PrefixMatch, Publication
+from kvcache.tiers.page_states import PageStates
 
 _NEWEST_PAGES = 2  # of a sequence, that stay on the device: the one being written, and one before
 

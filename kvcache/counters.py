@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int, Int64
 
-from kvcache.host_tier import READS
+from kvcache.device.host_tier import READS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

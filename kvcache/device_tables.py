@@ -5,9 +5,9 @@ from collections.abc import Collection
 import numpy as np
 from jaxtyping import Int32
 
-from kvcache.cache_device import CacheDevice
+from kvcache.device.interface import CacheDevice
 from kvcache.geometry import KVGeometry
-from kvcache.residency import Residency
+from kvcache.tiers.residency import Residency
 
 _FEWEST_ENTRIES = 16
 

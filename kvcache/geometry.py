@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from jaxtyping import Array, Int
 
+from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.index_scores import KEY_BLOCK
-from pallas_kernels.row_format import RowFormat
 
 Position = TypeVar("Position", int, Int[Array, "..."])
 

@@ -6,17 +6,17 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from kvcache.admission import Admission, RunningSequence
-from kvcache.cache_device import CacheDevice
 from kvcache.counters import CacheCounters, ReadCounts
+from kvcache.device.interface import CacheDevice
+from kvcache.device.page_moves import PageMoves
 from kvcache.device_tables import DeviceTables
 from kvcache.geometry import KVGeometry
-from kvcache.page_moves import PageMoves
-from kvcache.page_policy import PagePolicy
 from kvcache.page_pool import OutOfPagesError, PagePool
-from kvcache.page_states import PageState
 from kvcache.pins import Pins
-from kvcache.prefix_index import PrefixIndex, PrefixMatch
-from kvcache.residency import Residency
+from kvcache.prefix.index import PrefixIndex, PrefixMatch
+from kvcache.tiers.offload_policy import PagePolicy
+from kvcache.tiers.page_states import PageState
+from kvcache.tiers.residency import Residency
 
 _MOVES_A_LAUNCH = 16
 

@@ -25,7 +25,7 @@ class PagePool:
 
     A held page is referenced (count above 0), cached (kept by the prefix index), or both; a page
     that is neither is free. Ids are taken in ascending order and reused last freed first, places
-    on the device in descending order (`kvcache.residency`): an id that is used as a place by
+    on the device in descending order (`kvcache.tiers.residency`): an id that is used as a place by
     mistake is seldom the right one.
     """
 

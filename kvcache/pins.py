@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvcache.admission import RunningSequence
 from kvcache.geometry import KVGeometry
-from kvcache.page_states import PageState
-from kvcache.residency import Residency
+from kvcache.tiers.page_states import PageState
+from kvcache.tiers.residency import Residency
 
 
 class Pins:

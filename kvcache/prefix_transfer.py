@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Shaped
 
-from kvcache.device_state import DeviceState
+from kvcache.device.device_state import DeviceState
 from kvcache.geometry import KVGeometry
 from kvcache.kv_cache import KVCache
-from kvcache.prefix_file import Block
-from kvcache.prefix_index import PrefixMatch
+from kvcache.prefix.file import Block
+from kvcache.prefix.index import PrefixMatch
 
 _PAGES_A_BLOCK = 4
 

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvcache.device_state import DeviceState
+from kvcache.device.device_state import DeviceState
 from kvcache.kv_cache import KVCache
-from kvcache.page_states import NO_PLACE
+from kvcache.tiers.page_states import NO_PLACE
 
 
 @dataclasses.dataclass(frozen=True)

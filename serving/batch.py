@@ -18,9 +18,9 @@ from glm53.tokenizer import Tokenizer
 from serving.llm import LLM
 from serving.openai_protocol import ROUTES, APIRequest, RequestError, is_unicode, read_json
 from serving.openai_protocol.common import Respond
-from serving.outputs import RequestOutput
-from serving.request_reader import Prompt
-from serving.sampling_params import SamplingParams
+from serving.requests.outputs import RequestOutput
+from serving.requests.reader import Prompt
+from serving.requests.sampling_params import SamplingParams
 
 MAX_LINE_BYTES = 32 << 20
 """Longest line, without its line break."""

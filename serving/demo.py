@@ -14,11 +14,11 @@ from glm53 import chat
 from kvcache import CacheCounters
 from kvcache.residency_view import view_sequence
 from serving.cli.process import exit_code_of
-from serving.engine import Engine
-from serving.engine_options import BUILT_IN_MODEL, EngineOptions, model_path
-from serving.request import Request
+from serving.engine.engine import Engine
+from serving.options.engine_options import BUILT_IN_MODEL, EngineOptions, model_path
+from serving.requests.request import Request
+from serving.requests.sampling_params import SamplingParams
 from serving.residency_strip import PLOT_FORMATS, Sample, Strip, save_plot
-from serving.sampling_params import SamplingParams
 
 _DOCUMENT = "8000-0"
 _DEVICE_PAGES = 12

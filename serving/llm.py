@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
-from serving.engine_options import (
+from serving.engine.metrics import LoopMetrics
+from serving.engine.shared_engine import OnError, SharedEngine, dereference
+from serving.options.engine_options import (
     BUILT_IN_MODEL,
     MEMORY_FRACTION,
     ActivationQuantization,
@@ -23,13 +25,11 @@ from serving.engine_options import (
     EngineOptions,
     KVPolicy,
 )
-from serving.metrics import LoopMetrics
-from serving.other_names import ENGINE_NAMES, explain_unknown_names
-from serving.outputs import RequestOutput, failed_output
-from serving.request import Request
-from serving.request_reader import Params, Prompt, Prompts, list_prompts, spread_params
-from serving.sampling_params import SamplingParams
-from serving.shared_engine import OnError, SharedEngine, dereference
+from serving.options.other_names import ENGINE_NAMES, explain_unknown_names
+from serving.requests.outputs import RequestOutput, failed_output
+from serving.requests.reader import Params, Prompt, Prompts, list_prompts, spread_params
+from serving.requests.request import Request
+from serving.requests.sampling_params import SamplingParams
 
 Conversation = Sequence[Mapping[str, Any]]
 

@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
-from glm53.config import GLMConfig
+from glm53.model.config import GLMConfig
 from glm53.tokenizer import Tokenizer
-from serving.engine import Engine
+from serving.engine.engine import Engine
+from serving.engine.metrics import LoopMetrics
 from serving.engine_access import EngineAccess
-from serving.engine_options import EngineOptions
 from serving.errors import EngineDeadError, describe_error, drop_tracebacks
-from serving.metrics import LoopMetrics
-from serving.request import Request
-from serving.request_reader import Prompt
-from serving.request_stream import RequestStream
-from serving.sampling_params import SamplingParams
+from serving.options.engine_options import EngineOptions
+from serving.requests.reader import Prompt
+from serving.requests.request import Request
+from serving.requests.sampling_params import SamplingParams
+from serving.requests.stream import RequestStream
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from glm53.config import GLMConfig
-from glm53.kv_geometry import kv_geometry
-from glm53.sharding import make_mesh
-from glm53.steps import PrefillBatch, StepOutput, compiled_steps
+from glm53.model.config import GLMConfig
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import DeviceState, KVCache, KVGeometry, KVStore
-from kvcache.host_tier import READS
-from pallas_kernels.row_format import RowKind
+from kvcache.device.host_tier import READS
+from pallas_kernels.common.row_format import RowKind
 from tests.support import Session, with_all_logits
 
 

@@ -10,15 +10,15 @@ import numpy as np
 from flax import nnx
 
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.kv_geometry import kv_geometry
-from glm53.model import abstract_model
-from glm53.presets import preset
-from glm53.sharding import make_mesh, parameter_shardings
-from glm53.steps import DraftOutput, PrefillBatch, StepOutput, Steps, compiled_steps
+from glm53.model.config import GLMConfig
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh, parameter_shardings
+from glm53.model.steps import DraftOutput, PrefillBatch, StepOutput, Steps, compiled_steps
 from kvcache import KVStore, PagePool, SequenceState
-from kvcache.sequence_state import assign_slot
-from pallas_kernels.row_format import RowKind
+from kvcache.device.sequence_state import assign_slot
+from pallas_kernels.common.row_format import RowKind
 
 _TAKEN_PAGES = 3
 GOLDEN = Path(__file__).parent / "data" / "golden"

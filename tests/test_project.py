@@ -26,7 +26,7 @@ LOCKS = {
     "gpu.lock": PROJECT["dependencies"] + EXTRAS["gpu"],
     "aot.lock": PROJECT["dependencies"] + EXTRAS["test"] + EXTRAS["aot"],
 }
-PRIVATE_JAX = ROOT / "pallas_kernels" / "jax_internals.py"
+PRIVATE_JAX = ROOT / "pallas_kernels" / "common" / "jax_internals.py"
 BASH = shutil.which("bash") or "bash"
 
 

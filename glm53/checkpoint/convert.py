@@ -15,10 +15,10 @@ from glm53.checkpoint.new_directory import new_directory
 from glm53.checkpoint.orbax import CONFIG_FILE, check_same_model, write_orbax
 from glm53.checkpoint.safetensors_writer import write_safetensors
 from glm53.checkpoint.source import load_checkpoint, read_config
-from glm53.config import FP8_QUANTIZATION, MODEL_TYPE, GLMConfig
 from glm53.jax_settings import own_jax_settings
-from glm53.sharding import find_devices
-from kvcache.store import MESH_AXIS
+from glm53.model.config import FP8_QUANTIZATION, MODEL_TYPE, GLMConfig
+from glm53.model.sharding import find_devices
+from kvcache.device.store import MESH_AXIS
 
 _HF_CONFIG = "config.json"
 _COPIED = (

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from glm53.checkpoint.errors import CheckpointError
 from glm53.checkpoint.inventory import TensorSpec, ignored_tensors, tensor_inventory
 from glm53.checkpoint.safetensors_file import SafetensorsFile
-from glm53.config import GLMConfig
 from glm53.jax_settings import own_jax_settings
-from glm53.model import abstract_model
-from glm53.sharding import check_mesh, parameter_shardings
+from glm53.model.config import GLMConfig
+from glm53.model.params import abstract_model
+from glm53.model.sharding import check_mesh, parameter_shardings
 
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[^/\0]+\.safetensors")

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from glm53.config import FP8_BLOCK, GLMConfig
-from glm53.layer_plan import LayerIndex, layer_indices
+from glm53.model.config import FP8_BLOCK, GLMConfig
+from glm53.model.layer_plan import LayerIndex, layer_indices
 
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1}
 

@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 
 from glm53.checkpoint.errors import CheckpointError
 from glm53.checkpoint.new_directory import new_directory, sync, sync_tree
-from glm53.config import GLMConfig
 from glm53.jax_settings import own_jax_settings
-from glm53.model import abstract_model
-from glm53.sharding import check_mesh, parameter_shardings
+from glm53.model.config import GLMConfig
+from glm53.model.params import abstract_model
+from glm53.model.sharding import check_mesh, parameter_shardings
 
 CONFIG_FILE = "glm53_config.json"
 _PARAMS = "params"

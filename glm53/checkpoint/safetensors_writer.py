@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from glm53.checkpoint.inventory import DTYPE_BYTES, TensorSpec, tensor_inventory
 from glm53.checkpoint.safetensors_file import DTYPES
-from glm53.config import GLMConfig
+from glm53.model.config import GLMConfig
 
 MOST_FILE_BYTES = 5_000_000_000
 """Size of a file, its header included; a tensor that is larger has a file of its own."""

@@ -7,8 +7,8 @@ from jax.sharding import Mesh
 
 from glm53.checkpoint.hugging_face import load_hugging_face
 from glm53.checkpoint.orbax import CONFIG_FILE, load_orbax, read_orbax_config
-from glm53.config import GLMConfig
 from glm53.jax_settings import own_jax_settings
+from glm53.model.config import GLMConfig
 
 
 def read_config(path: str | Path) -> GLMConfig:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.row_format import E4M3_MAX, SCALE_GROUP, RowFormat
+from pallas_kernels.common.row_format import E4M3_MAX, SCALE_GROUP, RowFormat
 
 _WARPS, _LANES = 4, 32
 _ROPE = 2 * _LANES

@@ -5,8 +5,8 @@ import functools
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.append_rows import mosaic_gpu, reference
-from pallas_kernels.implementation import Implementation, run
-from pallas_kernels.row_format import RowFormat
+from pallas_kernels.common.implementation import Implementation, run
+from pallas_kernels.common.row_format import RowFormat
 
 Slab = Shaped[Array, "layers pages rows_per_page width"]
 

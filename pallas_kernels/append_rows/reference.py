@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.row_format import RowFormat
+from pallas_kernels.common.row_format import RowFormat
 
 
 def append_rows(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ring_copy import (
+from pallas_kernels.common.ring_copy import (
     NUM_BLOCKS,
     Copies,
     Index,

@@ -2,9 +2,9 @@
 
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.common.implementation import Implementation, run
+from pallas_kernels.common.ring_copy import unsupported_rows
 from pallas_kernels.fetch_rows import mosaic_gpu, reference
-from pallas_kernels.implementation import Implementation, run
-from pallas_kernels.ring_copy import unsupported_rows
 
 Rows = Shaped[Array, "rows width"]
 HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]

@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.index_scores.plan import BLOCK, RING, Plan
 from pallas_kernels.index_scores.query_operand import WORDS, query_operand
 from pallas_kernels.index_scores.reference import KEY_BLOCK
-from pallas_kernels.row_format import RowFormat
 
 _NUM_BLOCKS = 132  # one on each multiprocessor of an H200
 

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels import implementation as implementations
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.common import implementation as implementations
+from pallas_kernels.common.implementation import Implementation
+from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.index_scores import mosaic_gpu, reference
 from pallas_kernels.index_scores.plan import unsupported
-from pallas_kernels.row_format import RowFormat
 
 
 def index_scores(

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.index_scores.query_operand import KEY_DIM, WORDS
-from pallas_kernels.row_format import RowFormat
 
 BLOCK = 128
 """Keys that a warpgroup scores together."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.row_format import RowFormat
+from pallas_kernels.common.row_format import RowFormat
 
 KEY_BLOCK = 512
 """Rows of a key block; a page must divide it."""

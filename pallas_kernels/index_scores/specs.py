@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.slab_spec import GLM_INDEX_LAYERS, GLM_KEYS, random_bytes
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.slab_spec import GLM_INDEX_LAYERS, GLM_KEYS, random_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

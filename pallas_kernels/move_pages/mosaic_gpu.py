@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ring_copy import (
+from pallas_kernels.common.ring_copy import (
     ALIGNMENT,
     NUM_BLOCKS,
     TRANSFER_BYTES,

@@ -6,9 +6,9 @@ nothing. No move of a list reads or writes what another one writes.
 
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.implementation import Implementation, run
+from pallas_kernels.common.implementation import Implementation, run
+from pallas_kernels.common.ring_copy import unsupported_rows
 from pallas_kernels.move_pages import mosaic_gpu, reference
-from pallas_kernels.ring_copy import unsupported_rows
 
 Slab = Shaped[Array, "layers device_pages rows_per_page width"]
 HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]

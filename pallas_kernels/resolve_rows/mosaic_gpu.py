@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import block_selection
-from pallas_kernels.block_selection import GRANULE, LARGEST_BLOCK
+from pallas_kernels.common import block_selection
+from pallas_kernels.common.block_selection import GRANULE, LARGEST_BLOCK
 from pallas_kernels.resolve_rows.reference import Resolution
 
 _LARGEST = jnp.iinfo(jnp.int16).max

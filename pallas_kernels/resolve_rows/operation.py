@@ -4,7 +4,7 @@ import functools
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementation import Implementation, run
+from pallas_kernels.common.implementation import Implementation, run
 from pallas_kernels.resolve_rows import mosaic_gpu, reference
 from pallas_kernels.resolve_rows.reference import Resolution
 

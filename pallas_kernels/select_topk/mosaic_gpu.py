@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels import block_selection
+from pallas_kernels.common import block_selection
 
 _LAST = jnp.iinfo(jnp.int32).max
 

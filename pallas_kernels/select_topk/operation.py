@@ -4,7 +4,7 @@ import functools
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementation import Implementation, run
+from pallas_kernels.common.implementation import Implementation, run
 from pallas_kernels.select_topk import mosaic_gpu, reference
 
 

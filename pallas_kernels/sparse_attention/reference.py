@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.common.implementation import chosen
+from pallas_kernels.common.ring_copy import unsupported_rows
+from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.fetch_rows import fetch_rows
-from pallas_kernels.implementation import chosen
-from pallas_kernels.ring_copy import unsupported_rows
-from pallas_kernels.row_format import RowFormat
 
 
 def sparse_attention(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ring_copy import (
+from pallas_kernels.common.ring_copy import (
     NUM_BLOCKS,
     Copies,
     Index,

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.implementation import Implementation, run
-from pallas_kernels.ring_copy import unsupported_rows
+from pallas_kernels.common.implementation import Implementation, run
+from pallas_kernels.common.ring_copy import unsupported_rows
 from pallas_kernels.stage_rows import mosaic_gpu, reference
 
 Slab = Shaped[Array, "layers device_pages rows_per_page width"]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.slab_spec import GLM_ROWS, SlabSpec, glm_slab
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.slab_spec import GLM_ROWS, SlabSpec, glm_slab
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from serving.batch import BatchCounts, count_requests, run_batch
 from serving.cli.options import add_engine_options, load_model
 from serving.cli.process import STANDARD, check_standard_output, open_standard_input
-from serving.engine_options import model_path
+from serving.options.engine_options import model_path
 
 logger = logging.getLogger(__name__)
 

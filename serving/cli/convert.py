@@ -4,7 +4,7 @@ import argparse
 
 from glm53.checkpoint import convert_checkpoint
 from serving.cli.process import starting
-from serving.engine_options import model_path
+from serving.options.engine_options import model_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

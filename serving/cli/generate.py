@@ -8,8 +8,8 @@ from glm53 import chat
 from serving.cli.options import add_engine_options, load_model
 from serving.cli.process import STANDARD, check_standard_output, open_standard_input
 from serving.llm import LLM
-from serving.request_reader import Prompt
-from serving.sampling_params import SamplingParams
+from serving.requests.reader import Prompt
+from serving.requests.sampling_params import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
 _MAX_TOKENS = 64

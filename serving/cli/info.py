@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Iterator
 
 from glm53.checkpoint.source import read_config
-from glm53.config import GLMConfig
-from glm53.presets import preset, preset_names
+from glm53.model.config import GLMConfig
+from glm53.model.presets import preset, preset_names
 from serving.cli.process import check_standard_output
-from serving.engine_options import model_path
-from serving.model_info import MTP_LAYER, CacheSize, ModelInfo, model_info
+from serving.options.engine_options import model_path
+from serving.options.model_info import MTP_LAYER, CacheSize, ModelInfo, model_info
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ import typing
 from typing import Any, Literal
 
 from serving.cli.process import starting
-from serving.engine_options import EngineOptions
 from serving.llm import LLM
+from serving.options.engine_options import EngineOptions
 
 _HELP = {
     "model": "checkpoint directory, or the built-in 'tiny'",

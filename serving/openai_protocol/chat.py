@@ -22,8 +22,8 @@ from serving.openai_protocol.common import (
     token_text,
     usage,
 )
-from serving.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from serving.sampling_params import MAX_LOGPROBS
+from serving.requests.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from serving.requests.sampling_params import MAX_LOGPROBS
 
 _FIELDS = (
     "messages",

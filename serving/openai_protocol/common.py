@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from glm53.tokenizer import Tokenizer
-from serving.outputs import RequestOutput, TokenLogprobs
-from serving.request_reader import Prompt
-from serving.sampling_params import MAX_LOGPROBS, SamplingParams
+from serving.requests.outputs import RequestOutput, TokenLogprobs
+from serving.requests.reader import Prompt
+from serving.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 
 ErrorCode = Literal["invalid_request", "model_not_found"]
 

@@ -20,9 +20,9 @@ from serving.openai_protocol.common import (
     token_text,
     usage,
 )
-from serving.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from serving.request_reader import Prompt
-from serving.sampling_params import MAX_LOGPROBS
+from serving.requests.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from serving.requests.reader import Prompt
+from serving.requests.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 2048
 """Most prompts of a request."""

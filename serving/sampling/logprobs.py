@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from glm53.row_tiles import map_row_tiles
-from kvcache.pytree import pytree_dataclass
+from glm53.model.row_tiles import map_row_tiles
+from kvcache.device.pytree import pytree_dataclass
 
 
 @pytree_dataclass

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from kvcache.device.pytree import pytree_dataclass
 from kvcache.per_engine import per_engine
-from kvcache.pytree import pytree_dataclass
 
 MAX_STOP_IDS = 128
 """Most stop ids of a request."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvcache.counters import CacheCounters
 from kvcache.page_pool import OutOfPagesError
-from kvcache.page_tree import EncodedTokens
+from kvcache.prefix.tree import EncodedTokens
 from serving.scheduler.counters import SchedulerCounters
 from serving.scheduler.integrity import check_record
 from serving.scheduler.prefill_queue import PrefillQueue

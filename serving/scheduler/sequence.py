@@ -5,12 +5,12 @@ import enum
 from typing import Protocol, runtime_checkable
 
 from kvcache.counters import CacheCounters
-from kvcache.page_tree import EncodedTokens
+from kvcache.prefix.tree import EncodedTokens
 
 
 @runtime_checkable
 class Schedulable(Protocol):
-    """A prompt and what has been generated for it: `serving.request.Continuation`.
+    """A prompt and what has been generated for it: `serving.requests.request.Continuation`.
 
     Told apart by identity. The scheduler reads it and never changes it.
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from glm53.sharding import make_mesh
-from pallas_kernels.aot import KernelReport
-from pallas_kernels.host_memory import HOST_MEMORY
+from glm53.model.sharding import make_mesh
+from pallas_kernels.common.host_memory import HOST_MEMORY
+from scripts.aot.aot import KernelReport
 
 SLAB, HOST = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
 SHARED_BYTES = 227 << 10

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.aot import Collective, KernelReport, compile_for_h200
-from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
+from pallas_kernels.common.host_memory import HOST_MEMORY, as_device, as_host
+from scripts.aot.aot import Collective, KernelReport, compile_for_h200
 
 MESH = Mesh(np.array(jax.devices()), ("model",))
 SHARDED, REPLICATED = (NamedSharding(MESH, PartitionSpec(*axes)) for axes in (("model",), ()))

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import compile_for_h200
 from pallas_kernels.append_rows import append_rows
 from pallas_kernels.append_rows.specs import SPECS
+from scripts.aot.aot import compile_for_h200
 from tests.aot.slabs import argument, check_kernel, integers, num_bytes
 
 

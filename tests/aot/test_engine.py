@@ -18,12 +18,12 @@ from benchmarks.compile_h200 import (
     node_geometry,
     replicated,
 )
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 from kvcache import KVStore
-from kvcache.page_moves import MoveList
-from kvcache.store import MESH_AXIS
-from kvcache.transitions import Transitions
-from pallas_kernels.aot import CompileReport, compile_for_h200
+from kvcache.device.page_moves import MoveList
+from kvcache.device.store import MESH_AXIS
+from kvcache.device.transitions import Transitions
+from scripts.aot.aot import CompileReport, compile_for_h200
 from serving.sampling.sampler import Sampler
 from serving.sampling.state import SamplingState
 

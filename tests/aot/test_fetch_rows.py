@@ -6,12 +6,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from glm53.sharding import make_mesh
-from pallas_kernels.aot import compile_for_h200
+from glm53.model.sharding import make_mesh
+from pallas_kernels.common.host_memory import as_device
+from pallas_kernels.common.row_format import ROW_KINDS
 from pallas_kernels.fetch_rows import fetch_rows
 from pallas_kernels.fetch_rows.specs import SPECS
-from pallas_kernels.host_memory import as_device
-from pallas_kernels.row_format import ROW_KINDS
+from scripts.aot.aot import compile_for_h200
 from tests.aot.slabs import HOST, argument, check_kernel, integers, num_bytes
 
 

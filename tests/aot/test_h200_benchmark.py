@@ -9,8 +9,8 @@ import pytest
 from benchmarks.h200_operations import OPERATIONS
 from benchmarks.h200_programs import Body, Large, Machine, Operand, Operands, program
 from benchmarks.h200_staging import GLM_PRODUCT, overlap_bodies
-from pallas_kernels.aot import CompileReport, compile_for_h200
-from pallas_kernels.hlo_program import HloProgram
+from scripts.aot.aot import CompileReport, compile_for_h200
+from scripts.aot.hlo_program import HloProgram
 
 pytestmark = pytest.mark.slow
 CALLS = 2

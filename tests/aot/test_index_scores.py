@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from glm53.sharding import make_mesh
-from pallas_kernels.aot import CompileReport, compile_for_h200
+from glm53.model.sharding import make_mesh
 from pallas_kernels.index_scores import batched_index_scores
 from pallas_kernels.index_scores.plan import BLOCK
 from pallas_kernels.index_scores.specs import SPECS
+from scripts.aot.aot import CompileReport, compile_for_h200
 
 SHARED_BYTES = 227 << 10
 """Shared memory of a multiprocessor."""

@@ -2,11 +2,11 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.aot import CompileReport, compile_for_h200
-from pallas_kernels.host_memory import as_device, as_host
+from pallas_kernels.common.host_memory import as_device, as_host
+from pallas_kernels.common.row_format import ROW_KINDS
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 from pallas_kernels.move_pages.specs import COPY_SPECS, SPECS
-from pallas_kernels.row_format import ROW_KINDS
+from scripts.aot.aot import CompileReport, compile_for_h200
 from tests.aot.slabs import argument, check_kernel, integers, num_bytes, sharding
 
 kinds = pytest.mark.parametrize("kind", ROW_KINDS)

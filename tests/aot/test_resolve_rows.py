@@ -4,10 +4,10 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from glm53.sharding import make_mesh
-from pallas_kernels.aot import compile_for_h200
+from glm53.model.sharding import make_mesh
 from pallas_kernels.resolve_rows import resolve_rows
 from pallas_kernels.resolve_rows.specs import SPECS
+from scripts.aot.aot import compile_for_h200
 
 ONE = NamedSharding(make_mesh(1), PartitionSpec())
 

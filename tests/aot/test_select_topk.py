@@ -5,10 +5,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from glm53.sharding import make_mesh
-from pallas_kernels.aot import compile_for_h200
+from glm53.model.sharding import make_mesh
 from pallas_kernels.select_topk import merge_topk, select_topk
 from pallas_kernels.select_topk.specs import SPECS
+from scripts.aot.aot import compile_for_h200
 
 ONE = NamedSharding(make_mesh(1), PartitionSpec())
 FUSED = "fusion"

@@ -10,7 +10,7 @@ from benchmarks.compile_h200 import (
     loops_read_back,
     node_geometry,
 )
-from pallas_kernels.aot import CompileReport
+from scripts.aot.aot import CompileReport
 
 
 @pytest.fixture(scope="module")

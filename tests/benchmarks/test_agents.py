@@ -17,8 +17,8 @@ from benchmarks.agent_workload import (
     run_agents,
 )
 from kvcache import KVGeometry
-from pallas_kernels.row_format import RowFormat
-from serving.engine_options import KVPolicy
+from pallas_kernels.common.row_format import RowFormat
+from serving.options.engine_options import KVPolicy
 
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.compile_h200 import copies_of_arguments
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 
 
 def copies(*lines: str) -> list[str]:

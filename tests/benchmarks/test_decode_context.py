@@ -2,7 +2,7 @@
 
 from benchmarks.decode_context import Timing, fitting_batches, format_table
 from benchmarks.small_checkpoint import small_fields
-from glm53.config import GLMConfig
+from glm53.model.config import GLMConfig
 
 
 def test_rest_is_compared_within_a_batch() -> None:

@@ -24,7 +24,7 @@ from benchmarks.h200_programs import (
     scattered_bits,
 )
 from benchmarks.h200_staging import Overlap
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.common.implementation import Implementation
 from tests.pallas_kernels.bits import assert_same_bits
 
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.hybrid_decode import VARIANTS, Decoder, HybridBench, Timing, format_table, measure
 from benchmarks.small_checkpoint import small_fields, write_checkpoint
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.sharding import make_mesh
+from glm53.model.config import GLMConfig
+from glm53.model.sharding import make_mesh
 from tests.toy_model import SIZES
 
 CONTEXT = 256

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from benchmarks.small_checkpoint import ensure_checkpoint, small_fields, write_checkpoint
 from glm53.checkpoint import load_hugging_face
 from glm53.checkpoint.inventory import tensor_inventory
-from glm53.config import GLMConfig
-from glm53.sharding import make_mesh
+from glm53.model.config import GLMConfig
+from glm53.model.sharding import make_mesh
 
 TINY = small_fields(
     vocab_size=64,

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from glm53.linear import Linear, round_to_e4m3
-from glm53.mlp import ExpertDispatch
-from glm53.presets import preset
-from glm53.rope import apply_rope, rope_angles
-from glm53.row_tiles import ROW_TILE
-from glm53.sharding import make_mesh, parameter_specs
+from glm53.model.linear import Linear, round_to_e4m3
+from glm53.model.mlp import ExpertDispatch
+from glm53.model.presets import preset
+from glm53.model.rope import apply_rope, rope_angles
+from glm53.model.row_tiles import ROW_TILE
+from glm53.model.sharding import make_mesh, parameter_specs
 
 
 @functools.partial(jax.jit, static_argnums=1)

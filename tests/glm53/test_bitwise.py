@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53.linear import matmul
-from glm53.row_tiles import ROW_TILE, map_row_tiles
+from glm53.model.linear import matmul
+from glm53.model.row_tiles import ROW_TILE, map_row_tiles
 from tests.support import Session, micro_config, preset_params, random_tokens
 
 LENGTH = 144  # many times index_topk, and longer than a block of rows that are scored together

@@ -21,10 +21,10 @@ from safetensors.numpy import save_file
 from glm53.checkpoint import CheckpointError, load_checkpoint, load_hugging_face, tensor_inventory
 from glm53.checkpoint.safetensors_file import SafetensorsFile
 from glm53.checkpoint.source import read_config
-from glm53.config import GLMConfig
-from glm53.linear import Linear
-from glm53.model import abstract_model
-from glm53.sharding import make_mesh, parameter_specs, partition_spec
+from glm53.model.config import GLMConfig
+from glm53.model.linear import Linear
+from glm53.model.params import abstract_model
+from glm53.model.sharding import make_mesh, parameter_specs, partition_spec
 from tests.peak_memory import MIB, run_script
 from tests.support import GOLDEN, golden_config, golden_params
 
@@ -618,7 +618,7 @@ import sys
 import jax
 from glm53.checkpoint import load_hugging_face
 from glm53.checkpoint.source import read_config
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 from tests.peak_memory import peak_memory
 
 config, mesh = read_config(sys.argv[1]), make_mesh(int(sys.argv[3]))

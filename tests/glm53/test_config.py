@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53.config import GLMConfig
-from glm53.presets import preset, preset_names
+from glm53.model.config import GLMConfig
+from glm53.model.presets import preset, preset_names
 from tests.support import GOLDEN
 
 # A config file with every key that an official one has: six layers, FFFSSS, and an MTP layer.

@@ -29,10 +29,10 @@ from glm53.checkpoint.convert import hugging_face_config
 from glm53.checkpoint.orbax import CONFIG_FILE
 from glm53.checkpoint.safetensors_file import SafetensorsFile
 from glm53.checkpoint.source import read_config
-from glm53.config import GLMConfig
-from glm53.model import abstract_model
-from glm53.presets import preset, preset_names
-from glm53.sharding import make_mesh
+from glm53.model.config import GLMConfig
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset, preset_names
+from glm53.model.sharding import make_mesh
 from tests.full_disk import full_disk
 from tests.peak_memory import MIB, run_script
 from tests.support import GOLDEN
@@ -436,8 +436,8 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from glm53.checkpoint.inventory import tensor_inventory
 from glm53.checkpoint.safetensors_writer import write_safetensors
-from glm53.model import abstract_model
-from glm53.presets import preset
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset
 from tests.peak_memory import peak_memory
 
 config = preset("test-small").replace(

@@ -12,16 +12,16 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from glm53 import steps as steps_module
-from glm53.config import GLMConfig
-from glm53.kv_geometry import kv_geometry
-from glm53.presets import preset
-from glm53.sharding import make_mesh
-from glm53.steps import STEP_OUTPUT, PrefillBatch, StepOutput, Steps
+from glm53.model import steps as steps_module
+from glm53.model.config import GLMConfig
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import STEP_OUTPUT, PrefillBatch, StepOutput, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
-from kvcache.host_tier import READS, HostTier
-from pallas_kernels.implementation import preferred
-from pallas_kernels.row_format import RowFormat
+from kvcache.device.host_tier import READS, HostTier
+from pallas_kernels.common.implementation import preferred
+from pallas_kernels.common.row_format import RowFormat
 from tests.support import preset_params
 
 LENGTH, PAGES = 150, 5  # tokens of each sequence, and the pages that they fill

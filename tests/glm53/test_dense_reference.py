@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvcache.page_states import PageState
-from kvcache.selection import MOST_ROWS_TO_RESOLVE
-from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind
+from kvcache.device.resolve import MOST_ROWS_TO_RESOLVE
+from kvcache.tiers.page_states import PageState
+from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import sparse_attention
 from tests.cached_session import CachedSession
 from tests.glm53.test_golden import LOGITS_ATOL

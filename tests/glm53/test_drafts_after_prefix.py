@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm53.config import GLMConfig
-from glm53.presets import preset
-from kvcache.page_states import PageState
+from glm53.model.config import GLMConfig
+from glm53.model.presets import preset
+from kvcache.tiers.page_states import PageState
 from tests.cached_session import CachedSession, as_bytes, page_rows
 from tests.support import preset_params, random_tokens
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from glm53.checkpoint import load_checkpoint, save_orbax
-from glm53.config import GLMConfig
-from glm53.fingerprint import digest_arrays, model_fingerprint
-from glm53.presets import preset
-from glm53.sharding import make_mesh
+from glm53.checkpoint.fingerprint import digest_arrays, model_fingerprint
+from glm53.model.config import GLMConfig
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh
 from tests.support import GOLDEN, golden_config, golden_params, preset_params
 
 CONFIG = preset("test-small-fp8")

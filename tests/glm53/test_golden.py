@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.forward import Rows
-from glm53.mtp import MTPLayer
-from glm53.row_tiles import map_row_tiles
-from glm53.sharding import make_mesh
+from glm53.model.config import GLMConfig
+from glm53.model.forward import Rows
+from glm53.model.mtp import MTPLayer
+from glm53.model.row_tiles import map_row_tiles
+from glm53.model.sharding import make_mesh
 from kvcache import KVStore
-from pallas_kernels.row_format import RowKind
+from pallas_kernels.common.row_format import RowKind
 from tests.support import GOLDEN, Session, golden_arrays, golden_config, golden_params
 
 # Types are checked elsewhere; checks at every call would take a tenth of the time.

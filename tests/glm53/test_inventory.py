@@ -9,10 +9,10 @@ from safetensors import safe_open
 
 from glm53.checkpoint import load_hugging_face, load_orbax
 from glm53.checkpoint.inventory import TensorSpec, ignored_tensors, tensor_inventory
-from glm53.config import GLMConfig
-from glm53.model import abstract_model
-from glm53.presets import preset, preset_names
-from glm53.sharding import check_mesh, make_mesh, parameter_specs
+from glm53.model.config import GLMConfig
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset, preset_names
+from glm53.model.sharding import check_mesh, make_mesh, parameter_specs
 from tests.peak_memory import MIB, run_script
 from tests.support import GOLDEN
 
@@ -153,8 +153,8 @@ def test_every_parameter_is_covered_once(name: str, changes: dict) -> None:
 BUILD = """
 import time
 import jax
-from glm53.model import abstract_model
-from glm53.presets import preset
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset
 from tests.peak_memory import peak_memory
 
 abstract_model(preset("test-small"))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm53 import forward
-from glm53.config import GLMConfig
-from glm53.layer_plan import LayerIndex, Segment, layer_indices, plan_segments, run_layers
-from glm53.presets import preset, preset_names
-from glm53.sharding import make_mesh
-from glm53.steps import Steps
+from glm53.model import forward
+from glm53.model.config import GLMConfig
+from glm53.model.layer_plan import LayerIndex, Segment, layer_indices, plan_segments, run_layers
+from glm53.model.presets import preset, preset_names
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import Steps
 from tests.cached_session import CachedSession, StoredRows, as_bytes
 from tests.support import GOLDEN, micro_config, preset_params, random_tokens
 

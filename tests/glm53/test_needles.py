@@ -9,12 +9,12 @@ import pytest
 
 from glm53 import chat
 from glm53.checkpoint import load_hugging_face
-from glm53.config import GLMConfig
-from glm53.forward import Forward, Selection
-from glm53.sharding import make_mesh
+from glm53.model.config import GLMConfig
+from glm53.model.forward import Forward, Selection
+from glm53.model.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
-from kvcache.store import KVStore, locate_rows
-from serving.engine_options import model_path
+from kvcache.device.store import KVStore, locate_rows
+from serving.options.engine_options import model_path
 from tests.support import Session
 
 MODEL = model_path("tiny")

@@ -16,10 +16,10 @@ from flax import nnx
 from glm53.checkpoint import CheckpointError, load_checkpoint, load_orbax, save_orbax
 from glm53.checkpoint.orbax import CONFIG_FILE
 from glm53.checkpoint.source import read_config
-from glm53.config import GLMConfig
-from glm53.model import abstract_model
-from glm53.presets import preset
-from glm53.sharding import make_mesh, parameter_shardings
+from glm53.model.config import GLMConfig
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh, parameter_shardings
 from tests.full_disk import full_disk
 from tests.peak_memory import run_script
 
@@ -185,7 +185,7 @@ RESTORE = """
 import sys
 from glm53.checkpoint import CheckpointError, load_checkpoint
 from glm53.checkpoint.source import read_config
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 
 for path in sys.argv[1:]:
     try:

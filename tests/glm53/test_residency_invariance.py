@@ -26,10 +26,10 @@ from hypothesis.stateful import (
 )
 
 from kvcache import OutOfPagesError
-from kvcache.page_states import PageState
 from kvcache.prefix_transfer import PrefixImport, export_prefix
 from kvcache.residency_view import view_sequence
-from pallas_kernels.row_format import RowKind
+from kvcache.tiers.page_states import PageState
+from pallas_kernels.common.row_format import RowKind
 from tests.cached_session import CachedSession, Expected, StoredRows, as_bytes, page_rows
 from tests.support import micro_config, preset_params, random_tokens
 

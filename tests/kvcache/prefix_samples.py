@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.prefix_description import PrefixDescription
-from kvcache.prefix_file import Block, PrefixFileError, PrefixReader, write_prefix
-from pallas_kernels.row_format import RowFormat, RowKind
+from kvcache.prefix.description import PrefixDescription
+from kvcache.prefix.file import Block, PrefixFileError, PrefixReader, write_prefix
+from pallas_kernels.common.row_format import RowFormat, RowKind
 
 Members = dict[str, bytes]
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53.kv_geometry import kv_geometry
-from glm53.presets import preset
-from glm53.sharding import make_mesh
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
 from kvcache.geometry import MAX_HOT_ROWS
-from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind
+from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 
 SIZES: dict[str, Any] = {
     "group_layers": (1, 2),

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from kvcache import KVCache, KVGeometry, OutOfPagesError, SimulatedDevice
-from kvcache.page_states import NO_PLACE, PageState
-from pallas_kernels.row_format import RowFormat
+from kvcache.tiers.page_states import NO_PLACE, PageState
+from pallas_kernels.common.row_format import RowFormat
 
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")

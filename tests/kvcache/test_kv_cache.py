@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvcache import KVCache, KVGeometry, OutOfPagesError, SimulatedDevice
-from kvcache.page_states import PageState
-from pallas_kernels.row_format import RowFormat
+from kvcache.tiers.page_states import PageState
+from pallas_kernels.common.row_format import RowFormat
 
 PAGE = 4
 ROW = RowFormat("float32", 1, 0, 1.0)

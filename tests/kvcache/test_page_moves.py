@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.page_moves import MoveList, PageMoves
+from kvcache.device.page_moves import MoveList, PageMoves
 
 PLACES = range(4)
 KINDS = ["store", "load", "copy", "copy_keys"]

@@ -3,10 +3,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvcache.page_moves import MoveList, PageMoves
+from kvcache.device.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError
-from kvcache.page_states import PageState
-from kvcache.residency import Residency
+from kvcache.tiers.page_states import PageState
+from kvcache.tiers.residency import Residency
 
 FREE, TAIL, DIRTY = PageState.FREE, PageState.TAIL, PageState.DIRTY
 CLEAN, HOST, IMPORTING = PageState.CLEAN, PageState.HOST, PageState.IMPORTING

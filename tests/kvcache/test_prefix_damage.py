@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.prefix_file import PrefixFileError, PrefixReader, write_prefix
+from kvcache.prefix.file import PrefixFileError, PrefixReader, write_prefix
 from tests.kvcache.prefix_samples import (
     BLOCKS,
     DESCRIPTION,

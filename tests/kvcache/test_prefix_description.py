@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.prefix_description import PrefixDescription
-from kvcache.prefix_file import PrefixFileError, PrefixReader
-from pallas_kernels.row_format import RowFormat
+from kvcache.prefix.description import PrefixDescription
+from kvcache.prefix.file import PrefixFileError, PrefixReader
+from pallas_kernels.common.row_format import RowFormat
 from tests.kvcache.prefix_samples import (
     DESCRIPTION,
     assert_refused,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache import prefix_file
-from kvcache.prefix_file import Block, PrefixReader, write_prefix
-from pallas_kernels.row_format import ROW_KINDS, RowKind
+from kvcache.prefix import file as prefix_file
+from kvcache.prefix.file import Block, PrefixReader, write_prefix
+from pallas_kernels.common.row_format import ROW_KINDS, RowKind
 from tests.full_disk import full_disk
 from tests.kvcache.prefix_samples import (
     BLOCKS,

@@ -13,10 +13,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvcache import page_tree, prefix_index
 from kvcache.page_pool import PagePool
-from kvcache.page_tree import EncodedTokens
-from kvcache.prefix_index import PrefixIndex, PrefixMatch, Publication
+from kvcache.prefix import index as prefix_index
+from kvcache.prefix import tree as page_tree
+from kvcache.prefix.index import PrefixIndex, PrefixMatch, Publication
+from kvcache.prefix.tree import EncodedTokens
 
 Tokens = tuple[int, ...]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache.page_moves import MoveList, PageMoves
+from kvcache.device.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError, PagePool
-from kvcache.page_states import PageState
-from kvcache.residency import Residency
+from kvcache.tiers.page_states import PageState
+from kvcache.tiers.residency import Residency
 
 FREE, TAIL, DIRTY = PageState.FREE, PageState.TAIL, PageState.DIRTY
 CLEAN, HOST, IMPORTING = PageState.CLEAN, PageState.HOST, PageState.IMPORTING

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import reuse_order
-from kvcache.reuse_order import Reuse, ReuseOrder
+from kvcache.prefix import reuse_order
+from kvcache.prefix.reuse_order import Reuse, ReuseOrder
 
 
 def due_at(due: float) -> Reuse:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
-from kvcache.host_tier import READS
-from kvcache.selection import MOST_ROWS_TO_RESOLVE, find_selected, stage_layer
-from kvcache.store import MESH_AXIS, in_host, on_device
-from pallas_kernels.host_memory import HOST_MEMORY
-from pallas_kernels.row_format import RowFormat
+from kvcache.device.host_tier import READS
+from kvcache.device.resolve import MOST_ROWS_TO_RESOLVE, find_selected, stage_layer
+from kvcache.device.store import MESH_AXIS, in_host, on_device
+from pallas_kernels.common.host_memory import HOST_MEMORY
+from pallas_kernels.common.row_format import RowFormat
 from tests.hot_rows import HotRows
 
 GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 3), 3, 5, 4

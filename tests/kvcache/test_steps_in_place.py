@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from glm53.kv_geometry import kv_geometry
-from glm53.model import abstract_model
-from glm53.presets import preset
-from glm53.sharding import make_mesh
-from glm53.steps import PrefillBatch, Steps
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh
+from glm53.model.steps import PrefillBatch, Steps
 from kvcache import KVStore, SequenceState
-from pallas_kernels.row_format import RowKind
+from pallas_kernels.common.row_format import RowKind
 from tests.in_place import check_in_place, pointers
 
 HOST_TIER = {"host_pages": 3000, "hot_rows": 20, "staging_pages": 8}

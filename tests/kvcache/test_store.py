@@ -18,13 +18,13 @@ from hypothesis.stateful import (
 )
 from jax.sharding import PartitionSpec
 
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore, OutOfPagesError, PagePool, SequenceState
-from kvcache.page_moves import MoveList
-from kvcache.sequence_state import assign_slot, set_pages
-from kvcache.store import MESH_AXIS, append_index_keys, append_rows, locate_rows
-from kvcache.transitions import Transitions
-from pallas_kernels.row_format import RowFormat, RowKind
+from kvcache.device.page_moves import MoveList
+from kvcache.device.sequence_state import assign_slot, set_pages
+from kvcache.device.store import MESH_AXIS, append_index_keys, append_rows, locate_rows
+from kvcache.device.transitions import Transitions
+from pallas_kernels.common.row_format import RowFormat, RowKind
 from tests.in_place import check_in_place, pointers
 
 GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 2), 4, 4, 4

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
-from kvcache.page_moves import MoveList
-from kvcache.transitions import Transitions
-from pallas_kernels.row_format import RowFormat, RowKind
+from kvcache.device.page_moves import MoveList
+from kvcache.device.transitions import Transitions
+from pallas_kernels.common.row_format import RowFormat, RowKind
 from tests.in_place import check_in_place, fetch_copy, pointers
 
 DEVICE_PAGES, HOST_PAGES, SLOTS, HOT_PAGES, STAGING_PAGES = 30, 40, 4, 2, 3

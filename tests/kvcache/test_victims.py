@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.page_moves import MoveList, PageMoves
+from kvcache.device.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError
-from kvcache.page_states import PageState
-from kvcache.residency import Residency
+from kvcache.tiers.page_states import PageState
+from kvcache.tiers.residency import Residency
 
 DIRTY, CLEAN, HOST = PageState.DIRTY, PageState.CLEAN, PageState.HOST
 

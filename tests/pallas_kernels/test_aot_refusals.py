@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import jax_internals
-from pallas_kernels.aot import compile_for_h200
+from pallas_kernels.common import jax_internals
+from scripts.aot.aot import compile_for_h200
 
 ARGUMENTS = [jax.ShapeDtypeStruct((8,), jnp.float32)]
 

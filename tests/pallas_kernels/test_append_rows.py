@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels.append_rows import append_rows
 from pallas_kernels.append_rows.specs import SPECS, random_places, random_rows
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.slab_spec import GLM_ROWS, random_bytes
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.slab_spec import GLM_ROWS, random_bytes
 from tests.pallas_kernels.bits import as_bits, assert_same_bits
 
 RACE = "RACE DETECTED"

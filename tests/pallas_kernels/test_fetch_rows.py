@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ring_copy
+from pallas_kernels.common import ring_copy
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.slab_spec import SlabSpec, random_bytes
 from pallas_kernels.fetch_rows import fetch_rows, mosaic_gpu, reference
 from pallas_kernels.fetch_rows.specs import SPECS, FetchSpec, row_lists
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.slab_spec import SlabSpec, random_bytes
 from tests.pallas_kernels.bits import assert_same_bits
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from pallas_kernels.hlo_program import HloProgram, Launch, type_bytes
+from scripts.aot.hlo_program import HloProgram, Launch, type_bytes
 
 KERNEL_CODE = 'backend_config={module = "%fake = f32[9999]{0} copy(%x) (((\\00kernel_7\\00"}'
 PROGRAM = f"""HloModule jit_step, is_scheduled=true, entry_computation_layout={{(f32[64]{{0}})->f32[64]{{0}}}}

@@ -1,7 +1,7 @@
 import pytest
 
-from pallas_kernels import host_memory
-from pallas_kernels.host_memory import (
+from pallas_kernels.common import host_memory
+from pallas_kernels.common.host_memory import (
     LIMIT_VARIABLE,
     limit_for,
     pinnable_bytes,

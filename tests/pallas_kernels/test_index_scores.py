@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.index_scores import KEY_BLOCK, index_scores
-from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind
 
 HEADS, KEY_DIM, LAYERS, LAYER = 8, 32, 3, 1
 

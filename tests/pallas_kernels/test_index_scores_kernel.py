@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.common.implementation import Implementation
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.slab_spec import GLM_KEYS
 from pallas_kernels.index_scores import (
     KEY_BLOCK,
     batched_index_scores,
@@ -23,9 +25,7 @@ from pallas_kernels.index_scores.specs import (
     random_pages,
     random_queries,
 )
-from pallas_kernels.row_format import RowFormat
 from pallas_kernels.select_topk import select_topk
-from pallas_kernels.slab_spec import GLM_KEYS
 from tests.pallas_kernels.bits import assert_same_bits
 
 RACE = "RACE DETECTED"

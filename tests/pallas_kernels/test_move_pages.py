@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.common.row_format import RowKind
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
-from pallas_kernels.row_format import RowKind
 from tests.pallas_kernels.two_memories import DEVICE_PAGES, HOST_PAGES, Bytes, TwoMemories
 
 SIZE = 8

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ring_copy
+from pallas_kernels.common import ring_copy
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.slab_spec import SlabSpec, random_bytes
 from pallas_kernels.move_pages import copy_pages, mosaic_gpu, reference, store_pages
 from pallas_kernels.move_pages.specs import COPY_SPECS, SPECS, random_moves
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.slab_spec import SlabSpec, random_bytes
 from tests.pallas_kernels.bits import assert_same_bits
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)

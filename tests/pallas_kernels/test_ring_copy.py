@@ -1,6 +1,6 @@
 import pytest
 
-from pallas_kernels.ring_copy import Spans, divide, lines_within, split_row
+from pallas_kernels.common.ring_copy import Spans, divide, lines_within, split_row
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind, power_of_two_scale
+from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind, power_of_two_scale
 
 LEAST_ROW_SCALE, LEAST_KEY_SCALE = 1e-4, 1e-4 / 448
 GLM_ROW, GLM_KEY = (512, 64, LEAST_ROW_SCALE), (128, 0, LEAST_KEY_SCALE)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels import block_selection
+from pallas_kernels.common import block_selection
 from pallas_kernels.select_topk import merge_topk, reference, select_topk
 from pallas_kernels.select_topk.specs import (
     SPECS,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.row_format import ROW_KINDS, RowFormat, RowKind
+from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import merge_attention, sparse_attention
 
 LATENT, ROPE, HEADS, LAYERS = 32, 8, 4, 3

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.row_format import RowKind
+from pallas_kernels.common.row_format import RowKind
 from pallas_kernels.stage_rows import stage_pages, stage_rows
 from tests.pallas_kernels.two_memories import (
     DEVICE_PAGES,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ring_copy
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.slab_spec import SlabSpec, random_bytes
+from pallas_kernels.common import ring_copy
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.slab_spec import SlabSpec, random_bytes
 from pallas_kernels.stage_rows import mosaic_gpu, reference, stage_pages, stage_rows
 from pallas_kernels.stage_rows.specs import SPECS, StageSpec, page_lists, row_lists
 from tests.pallas_kernels.bits import assert_same_bits

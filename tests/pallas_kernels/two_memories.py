@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from glm53.sharding import make_mesh
-from pallas_kernels.host_memory import HOST_MEMORY, as_device, as_host
-from pallas_kernels.row_format import RowFormat, RowKind
+from glm53.model.sharding import make_mesh
+from pallas_kernels.common.host_memory import HOST_MEMORY, as_device, as_host
+from pallas_kernels.common.row_format import RowFormat, RowKind
 from tests.in_place import check_in_place, fetch_copy, pointers
 
 LAYERS, DEVICE_PAGES, HOST_PAGES, ROWS_PER_DEVICE = 3, 40, 30, 8

@@ -6,8 +6,8 @@ from typing import Any
 
 from glm53 import LLM, RequestOutput
 from glm53.tokenizer import Tokenizer
-from serving.engine_options import BUILT_IN_MODEL, model_path
-from serving.outputs import CompletionOutput
+from serving.options.engine_options import BUILT_IN_MODEL, model_path
+from serving.requests.outputs import CompletionOutput
 
 COMPLETIONS = "/v1/completions"
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm53.kv_geometry import kv_geometry
-from glm53.presets import preset
-from serving.buckets import Buckets, fit
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.presets import preset
+from serving.engine.buckets import Buckets, fit
 
 
 def buckets(max_model_len: int, max_sequences: int, chunk: int) -> Buckets:

@@ -16,7 +16,7 @@ import pytest
 
 from glm53 import LLM, RequestOutput, SamplingParams
 from serving.cli import batch, convert, generate, info, main
-from serving.outputs import CompletionOutput
+from serving.requests.outputs import CompletionOutput
 
 
 def test_generate(capsys: pytest.CaptureFixture) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvcache import OutOfPagesError
-from kvcache.page_tree import encode_tokens
-from serving.engine import Engine
-from serving.model_runner import ModelRunner
-from serving.outputs import RequestOutput
-from serving.request import Request
-from serving.sampling_params import SamplingParams
+from kvcache.prefix.tree import encode_tokens
+from serving.engine.engine import Engine
+from serving.engine.model_runner import ModelRunner
+from serving.requests.outputs import RequestOutput
+from serving.requests.request import Request
+from serving.requests.sampling_params import SamplingParams
 from serving.scheduler import PrefillChunk
 from tests.serving.toy_engine import PAGES, assert_idle, finish, request, tokens, toy_options
 
@@ -387,7 +387,7 @@ def test_no_step_encodes_a_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatc
         encoded.append(len(token_ids))
         return encode_tokens(token_ids)
 
-    monkeypatch.setattr("kvcache.page_tree.encode_tokens", encode)
+    monkeypatch.setattr("kvcache.prefix.tree.encode_tokens", encode)
     (output,) = finish(engine, again)
     assert output.num_cached_tokens == 149
     assert encoded == [149 % engine.runner.geometry.rows_per_page]

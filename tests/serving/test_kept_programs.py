@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from serving import compile_notice as notices
-from serving.compile_notice import compile_notice, without_compile_notices
-from serving.engine import Engine
-from serving.warm_up import keep_compiled_programs
+from serving.engine import compile_notice as notices
+from serving.engine.compile_notice import compile_notice, without_compile_notices
+from serving.engine.engine import Engine
+from serving.engine.warm_up import keep_compiled_programs
 from tests.full_disk import full_disk
 from tests.serving.toy_engine import finish, request, tokens, toy_options
 

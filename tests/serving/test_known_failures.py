@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from glm53 import LLM, SamplingParams
-from glm53.kv_geometry import kv_geometry
+from glm53.model.kv_geometry import kv_geometry
 from kvcache import KVCache, SimulatedDevice
-from kvcache.page_states import PageState
 from kvcache.prefix_transfer import PrefixImport, export_prefix
-from serving.buckets import Buckets
-from serving.model_runner import Launched, ModelRunner
+from kvcache.tiers.page_states import PageState
+from serving.engine.buckets import Buckets
+from serving.engine.model_runner import Launched, ModelRunner
+from serving.options.store_options import most_step_rows
 from serving.scheduler import PrefillChunk
-from serving.store_options import most_step_rows
 from tests.support import golden_config
 from tests.toy_model import write_grouped_model
 

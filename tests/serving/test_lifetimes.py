@@ -15,8 +15,8 @@ import jax
 import pytest
 
 from glm53 import LLM, GenerationError, SamplingParams, ServingLoop
-from serving.model_runner import ModelRunner
-from serving.outputs import RequestOutput
+from serving.engine.model_runner import ModelRunner
+from serving.requests.outputs import RequestOutput
 from tests.serving.toy_engine import assert_idle, tokens, toy_llm, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.
@@ -341,7 +341,7 @@ def test_a_deleted_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     next(outputs, None)
     with monkeypatch.context() as patch:
         # A record of the log, which pytest keeps, has the error with its frames.
-        patch.setattr(logging.getLogger("serving.failures"), "disabled", True)
+        patch.setattr(logging.getLogger("serving.engine.failures"), "disabled", True)
         patch.setattr(ModelRunner, "launch_prefill", fail)
         patch.setattr(ModelRunner, "launch_decode", fail)
         late = loop.submit(ids(5))

@@ -14,7 +14,7 @@ import pytest
 
 from glm53 import LLM, SamplingParams
 from glm53.checkpoint import CheckpointError
-from serving.model_runner import ModelRunner
+from serving.engine.model_runner import ModelRunner
 from serving.scheduler import Scheduler
 from tests.support import GOLDEN, golden_arrays
 
@@ -248,7 +248,9 @@ def test_forms_of_prompts(llm: LLM) -> None:
 @pytest.mark.usefixtures("as_a_user")
 def test_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A format that does not fit the model costs no loading."""
-    monkeypatch.setattr("serving.engine.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "serving.engine.engine.load_checkpoint", lambda *_, **__: pytest.fail("loaded")
+    )
     with pytest.raises(ValueError, match="max_model_len"):
         LLM(GOLDEN / "tiny_f32", max_model_len=10**6)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
@@ -432,9 +434,9 @@ def test_a_failing_step_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "part",
     [
-        "kvcache.device_state.KVStore",
-        "kvcache.device_state.SequenceState",
-        "serving.model_runner.SamplingState",
+        "kvcache.device.device_state.KVStore",
+        "kvcache.device.device_state.SequenceState",
+        "serving.engine.model_runner.SamplingState",
     ],
 )
 def test_a_reset_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from glm53 import LLM, SamplingParams, chat
-from serving.model_runner import ModelRunner
-from serving.outputs import CompletionOutput, RequestOutput
+from serving.engine.model_runner import ModelRunner
+from serving.requests.outputs import CompletionOutput, RequestOutput
 
 PROMPT = "The Congress of the United States"
 OTHERS = ["The people", "Our commerce with", "It is the duty of the"]

@@ -11,8 +11,8 @@ import pytest
 from glm53 import LLM, SamplingParams, chat
 from kvcache import CacheCounters
 from kvcache.prefix_transfer import PrefixImport
-from serving.buckets import Buckets
-from serving.engine_options import model_path
+from serving.engine.buckets import Buckets
+from serving.options.engine_options import model_path
 from tests.toy_model import write_grouped_model
 
 # Types are checked elsewhere; checks at every call would take much of the time.

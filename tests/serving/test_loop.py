@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from glm53 import EngineDeadError, GenerationError, RequestStream, SamplingParams, ServingLoop
-from serving.metrics import LoopMetrics
-from serving.model_runner import ModelRunner
-from serving.outputs import RequestOutput
+from serving.engine.metrics import LoopMetrics
+from serving.engine.model_runner import ModelRunner
+from serving.requests.outputs import RequestOutput
 from tests.serving.toy_engine import assert_idle, tokens, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")
 LONG = 150
-RUNNER = "serving.model_runner.ModelRunner"
+RUNNER = "serving.engine.model_runner.ModelRunner"
 
 
 @pytest.fixture(scope="module")

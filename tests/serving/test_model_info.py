@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from glm53.config import GLMConfig
-from glm53.model import abstract_model
-from glm53.presets import preset
-from glm53.sharding import make_mesh, parameter_shardings
+from glm53.model.config import GLMConfig
+from glm53.model.params import abstract_model
+from glm53.model.presets import preset
+from glm53.model.sharding import make_mesh, parameter_shardings
 from serving.cli import main
-from serving.model_info import PARTS, ModelInfo, model_info
+from serving.options.model_info import PARTS, ModelInfo, model_info
 from tests.support import GOLDEN
 
 GIB = 1 << 30

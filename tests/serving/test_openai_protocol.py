@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from glm53.tokenizer import Tokenizer
-from serving.engine_options import BUILT_IN_MODEL, model_path
 from serving.openai_protocol import (
     APIRequest,
     RequestError,
@@ -16,8 +15,9 @@ from serving.openai_protocol import (
     read_completion_request,
     read_json,
 )
-from serving.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from serving.sampling_params import SamplingParams
+from serving.options.engine_options import BUILT_IN_MODEL, model_path
+from serving.requests.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from serving.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 

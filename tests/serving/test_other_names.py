@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from glm53 import LLM, EngineOptions, SamplingParams
-from serving.other_names import ENGINE_NAMES, FORMAT_NAMES, SAMPLING_NAMES
+from serving.options.other_names import ENGINE_NAMES, FORMAT_NAMES, SAMPLING_NAMES
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 

@@ -11,8 +11,8 @@ from hypothesis import given
 
 from glm53 import chat
 from glm53.tokenizer import Tokenizer
-from serving.engine_options import model_path
-from serving.output_text import OutputText
+from serving.options.engine_options import model_path
+from serving.requests.output_text import OutputText
 
 TOKENIZER = Tokenizer.from_dir(model_path("tiny"))
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", " a", "ba", "é", "😀", "\n"]), max_size=12)

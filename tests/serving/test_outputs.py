@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm53.tokenizer import Tokenizer
-from serving.engine_options import model_path
-from serving.outputs import (
+from serving.options.engine_options import model_path
+from serving.requests.outputs import (
     CompletionOutput,
     Logprob,
     RequestMetrics,

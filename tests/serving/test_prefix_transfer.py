@@ -10,9 +10,9 @@ import pytest
 from glm53 import LLM, SamplingParams
 from glm53.checkpoint.safetensors_file import SafetensorsFile
 from kvcache import OutOfPagesError
-from kvcache.prefix_file import PrefixFileError, PrefixReader
+from kvcache.prefix.file import PrefixFileError, PrefixReader
 from kvcache.prefix_transfer import PrefixImport
-from serving.engine import Engine
+from serving.engine.engine import Engine
 from tests.serving.toy_engine import finish, request, tokens, toy_options
 from tests.support import GOLDEN, golden_arrays
 

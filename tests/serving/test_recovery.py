@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from glm53 import LLM, EngineDeadError, GenerationError, SamplingParams, ServingLoop
 from kvcache import KVGeometry
 from serving import engine_access
-from serving.engine import Engine
-from serving.failures import MAX_FAILURES
-from serving.model_runner import ModelRunner
+from serving.engine.engine import Engine
+from serving.engine.failures import MAX_FAILURES
+from serving.engine.model_runner import ModelRunner
 from tests.serving.toy_engine import assert_idle, request, tokens, toy_llm, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm53.tokenizer import Tokenizer
-from serving.engine_options import model_path
-from serving.generation_config import GenerationConfig
-from serving.request import Request
-from serving.request_reader import RequestReader
-from serving.sampling_params import SamplingParams
+from serving.options.engine_options import model_path
+from serving.requests.generation_config import GenerationConfig
+from serving.requests.reader import RequestReader
+from serving.requests.request import Request
+from serving.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from glm53 import SamplingParams
-from serving.engine import Engine
-from serving.request import Request
+from serving.engine.engine import Engine
+from serving.requests.request import Request
 from tests.serving.toy_engine import assert_idle, tokens, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.

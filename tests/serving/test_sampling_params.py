@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.engine_options import EngineOptions
-from serving.generation_config import GenerationConfig
-from serving.sampling_params import SamplingParams
+from serving.options.engine_options import EngineOptions
+from serving.requests.generation_config import GenerationConfig
+from serving.requests.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 BAD = [

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.engine import Engine
-from serving.request import Request
+from serving.engine.engine import Engine
+from serving.requests.request import Request
 from tests.serving.toy_engine import LONGEST, assert_idle, request, tokens, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm53.kv_geometry import kv_geometry
-from glm53.presets import preset
+from glm53.model.kv_geometry import kv_geometry
+from glm53.model.presets import preset
 from kvcache import KVGeometry
-from pallas_kernels.host_memory import LIMIT_VARIABLE
-from pallas_kernels.row_format import RowKind
-from serving.engine_options import MEMORY_FRACTION
-from serving.store_options import FEWEST_DEVICE_PAGES, StoreOptions, resolve_geometry
+from pallas_kernels.common.host_memory import LIMIT_VARIABLE
+from pallas_kernels.common.row_format import RowKind
+from serving.options.engine_options import MEMORY_FRACTION
+from serving.options.store_options import FEWEST_DEVICE_PAGES, StoreOptions, resolve_geometry
 
 pytestmark = pytest.mark.usefixtures("as_a_user")  # which would refuse such a mesh
 
@@ -121,7 +121,7 @@ def test_limits_that_are_named_fit() -> None:
 
 def test_systems_that_do_not_tell_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error although nothing asks how much memory is free."""
-    monkeypatch.setattr("serving.store_options._MEMORY_INFO", Path("/nowhere"))
+    monkeypatch.setattr("serving.options.store_options._MEMORY_INFO", Path("/nowhere"))
     options = StoreOptions(
         device_pages=None,
         host_memory_gib=None,

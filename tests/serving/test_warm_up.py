@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.compile_counter import CompileCounter
-from serving.engine import Engine
-from serving.request import Request
-from serving.warm_up import warm_up_programs
+from serving.engine.compile_counter import CompileCounter
+from serving.engine.engine import Engine
+from serving.engine.warm_up import warm_up_programs
+from serving.requests.request import Request
 from tests.serving.toy_engine import assert_idle, finish, request, tokens, toy_options
 
 # Types are checked elsewhere; checks at every call would take much of the time.

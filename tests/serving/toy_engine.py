@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from glm53 import LLM, EngineOptions, SamplingParams
-from serving.engine import Engine
-from serving.outputs import RequestOutput
-from serving.request import Request
+from serving.engine.engine import Engine
+from serving.requests.outputs import RequestOutput
+from serving.requests.request import Request
 from tests.toy_model import write_grouped_model
 
 LONGEST = 256

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 from kvcache import SequenceState
 from serving.sampling import Sampler, SamplingState, SlotSampling
 from serving.sampling.sampler import sample_rows

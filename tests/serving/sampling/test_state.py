@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from glm53.sharding import make_mesh
+from glm53.model.sharding import make_mesh
 from serving.sampling import Sampler, SamplingState, SlotSampling
 from serving.sampling.adjust import allowed_tokens
 from serving.sampling.state import (

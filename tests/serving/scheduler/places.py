@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from kvcache import KVGeometry, SimulatedDevice
-from kvcache.page_moves import MoveList
+from kvcache.device.page_moves import MoveList
 
 _LOST = -1  # what a row holds that is nobody's
 

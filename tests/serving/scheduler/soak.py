@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 
 from kvcache import KVCache, KVGeometry
-from pallas_kernels.row_format import RowFormat
+from pallas_kernels.common.row_format import RowFormat
 from serving.scheduler import Scheduler
 from tests.serving.scheduler.history import History, random_arrival
 from tests.serving.scheduler.mock_engine import MockEngine

@@ -1,0 +1,164 @@
+"""The gated MLP, dense or as experts."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from glm53.model.config import GLMConfig
+from glm53.model.layer_plan import Index
+from glm53.model.linear import Linear, RowFunction, matmul, take
+from glm53.model.row_tiles import ROW_TILE, map_row_tiles
+
+
+class GatedMLP(nnx.Module):
+    """A stack of down(silu(gate x) * up x); the intermediate axis is sharded."""
+
+    def __init__(self, config: GLMConfig, stack: tuple[int, ...], width: int, axis: str) -> None:
+        hidden = config.hidden_size
+        self.gate_proj = Linear(config, stack, (width, hidden), (axis, "hidden"))
+        self.up_proj = Linear(config, stack, (width, hidden), (axis, "hidden"))
+        self.down_proj = Linear(config, stack, (hidden, width), ("hidden", axis))
+
+    def bind(self, *index: Index) -> RowFunction:
+        """A function from rows [t, hidden] to this device's part of their outputs."""
+        parts = (self.gate_proj, self.up_proj, self.down_proj)
+        gate, up, down = (part.bind(*index) for part in parts)
+
+        def apply(rows: jax.Array) -> jax.Array:
+            return down(jax.nn.silu(gate(rows)) * up(rows))
+
+        return apply
+
+
+class Router(nnx.Module):
+    """Sigmoid scores in float32; a bias takes part in the choice of experts, not their weight."""
+
+    def __init__(self, config: GLMConfig) -> None:
+        layers, experts = config.num_sparse_layers, config.n_routed_experts
+        self.weight = nnx.Param(
+            jnp.zeros((layers, experts, config.hidden_size), config.compute_dtype),
+            logical_axes=("layers", "experts", "hidden"),
+        )
+        self.e_score_correction_bias = nnx.Param(
+            jnp.zeros((layers, experts), jnp.float32), logical_axes=("layers", "experts")
+        )
+        self.config = config
+
+    def bind(self, layer: Index) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+        """A function from rows [t, hidden] to chosen experts and their weights, both [t, k]."""
+        weight = take(self.weight[...], layer).astype(jnp.float32)
+        bias = take(self.e_score_correction_bias[...], layer)
+
+        def apply(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            scores = jax.nn.sigmoid(matmul(rows.astype(jnp.float32), weight))
+            _, experts = lax.top_k(scores + bias, self.config.num_experts_per_tok)
+            chosen = jnp.take_along_axis(scores, experts, axis=-1)
+            chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
+            return experts, chosen * self.config.routed_scaling_factor
+
+        return apply
+
+
+class MixtureOfExperts(nnx.Module):
+    """Routed experts and the shared expert of all sparse layers."""
+
+    def __init__(self, config: GLMConfig) -> None:
+        layers, width = config.num_sparse_layers, config.moe_intermediate_size
+        self.gate = Router(config)
+        self.experts = GatedMLP(
+            config, (layers, config.n_routed_experts), width, "expert_intermediate"
+        )
+        self.shared_experts = GatedMLP(
+            config, (layers,), width * config.n_shared_experts, "expert_intermediate"
+        )
+        self.num_experts = config.n_routed_experts
+
+    def run_experts(
+        self,
+        layer: Index,
+        rows: Float[Array, "tokens hidden"],
+        experts: Int[Array, "tokens k"],
+        weights: Float[Array, "tokens k"],
+    ) -> Float[Array, "tokens hidden"]:
+        """This device's part of each token's weighted sum of expert outputs.
+
+        Tokens are grouped by expert in row tiles, and only tiles that hold a token are computed.
+
+        Args:
+            layer: which sparse layer.
+            rows: inputs.
+            experts: experts of each token; `num_experts` marks padding.
+            weights: float32 weight of each.
+        """
+        num_tokens, per_token = experts.shape
+        dispatch = ExpertDispatch(experts.reshape(-1), self.num_experts)
+        # One zero row at the end stands for the empty places of a tile.
+        padded = jnp.pad(rows, ((0, 1), (0, 0)))
+        source = jnp.full((dispatch.num_places,), num_tokens, jnp.int32)
+        source = source.at[dispatch.place].set(
+            jnp.arange(num_tokens * per_token, dtype=jnp.int32) // per_token, mode="drop"
+        )
+
+        def run_expert(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """All tiles of the expert of a tile, whose weights are taken out of the stack once."""
+            first, outputs = state
+            number = dispatch.tile_expert[first]
+            expert = self.experts.bind(layer, number)
+
+            def run_tile(tile: jax.Array, outputs: jax.Array) -> jax.Array:
+                start = tile * ROW_TILE
+                inputs = padded[lax.dynamic_slice_in_dim(source, start, ROW_TILE)]
+                return lax.dynamic_update_slice_in_dim(outputs, expert(inputs), start, 0)
+
+            end = dispatch.tiles_end[number]
+            return end, lax.fori_loop(first, end, run_tile, outputs)
+
+        # Nothing is read that no tile has written.
+        outputs = lax.empty((dispatch.num_places, rows.shape[1]), rows.dtype)
+        _, outputs = lax.while_loop(
+            lambda state: state[0] < dispatch.tiles_end[-1],
+            run_expert,
+            (jnp.int32(0), outputs),
+        )
+        picked = outputs.at[dispatch.place].get(mode="fill", fill_value=0)
+        picked = picked.reshape(num_tokens, per_token, -1)
+
+        def combine(picked: jax.Array, weights: jax.Array) -> jax.Array:
+            total = jnp.zeros(picked.shape[::2], jnp.float32)
+            for choice in range(per_token):
+                total += weights[:, choice, None] * picked[:, choice].astype(jnp.float32)
+            return total.astype(picked.dtype)
+
+        return map_row_tiles(combine, picked, weights)
+
+
+class ExpertDispatch:
+    """Where each (token, expert) pair goes in a buffer of tiles that hold one expert's rows each.
+
+    Attributes:
+        num_places: static number of rows of the buffer.
+        tiles_end: the tile behind each expert's last.
+        tile_expert: expert of each tile.
+        place: row of the buffer of each pair; `num_places` for padding.
+    """
+
+    def __init__(self, experts: Int[Array, " pairs"], num_experts: int) -> None:
+        pairs = experts.shape[0]
+        most_tiles = (pairs + min(num_experts, pairs) * (ROW_TILE - 1)) // ROW_TILE
+        self.num_places = most_tiles * ROW_TILE
+        counts = jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop")
+        tiles = -(-counts // ROW_TILE)
+        self.tiles_end = jnp.cumsum(tiles, dtype=jnp.int32)
+        tile_numbers = jnp.arange(most_tiles)[:, None]
+        self.tile_expert = jnp.sum(tile_numbers >= self.tiles_end, axis=1, dtype=jnp.int32)
+        first_place = (self.tiles_end - tiles) * ROW_TILE
+        first_pair = jnp.cumsum(counts) - counts
+        order = jnp.argsort(experts, stable=True)
+        ordered = jnp.minimum(experts[order], num_experts - 1)
+        place = first_place[ordered] + jnp.arange(pairs) - first_pair[ordered]
+        place = jnp.where(experts[order] < num_experts, place, self.num_places)
+        self.place = jnp.zeros((pairs,), jnp.int32).at[order].set(place.astype(jnp.int32))

@@ -1,0 +1,61 @@
+"""The multi-token-prediction layer: a decoder layer that drafts from the trunk's hidden states.
+
+The row made from the hidden state of position p and the token at p + 1 lies in slot p + 1, so that
+a page's bytes depend only on tokens up to its own end. Slot 0 holds nothing and is never selected.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from glm53.model.config import GLMConfig
+from glm53.model.forward import Forward, Rows, Selection
+from glm53.model.layer_plan import layer_indices
+from glm53.model.params import GLMModel
+from glm53.model.row_tiles import map_row_tiles
+from kvcache.device.store import KVStore
+from kvcache.geometry import KVGeometry
+
+
+class MTPLayer:
+    """The MTP layer bound to the rows of one step."""
+
+    def __init__(
+        self, model: GLMModel, config: GLMConfig, geometry: KVGeometry, rows: Rows
+    ) -> None:
+        assert model.mtp is not None
+        self.head = model.mtp
+        self.forward = Forward(model, config, geometry, rows, position_lag=1)
+        self.index = layer_indices(config)[-1]
+
+    def run(
+        self,
+        store: KVStore,
+        token_ids: Int[Array, " tokens"],
+        hidden: Float[Array, "tokens hidden"],
+        shared: Selection | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], KVStore, Selection]:
+        """Runs the layer on rows and writes their cache entries.
+
+        Args:
+            store: the KV store.
+            token_ids: the token of each row.
+            hidden: normalised hidden state of the position before it: the trunk's in the first
+                draft step, this layer's own output in later ones.
+            shared: a selection to reuse instead of running the indexer.
+
+        Returns:
+            Normalised outputs, from which the next token's logits follow; the store; the selection.
+        """
+        enorm, hnorm = self.head.enorm.bind(), self.head.hnorm.bind()
+        eh_proj, norm = self.head.eh_proj.bind(), self.head.shared_head_norm.bind()
+
+        def combine(embedded: jax.Array, hidden: jax.Array) -> jax.Array:
+            return eh_proj(jnp.concatenate([enorm(embedded), hnorm(hidden)], axis=-1))
+
+        index, selection = self.index, self.forward.no_selection()
+        if shared is not None:
+            index, selection = index.as_shared(), shared
+        inputs = map_row_tiles(combine, self.forward.embed(token_ids), hidden)
+        outputs, store, selection = self.forward.layer(index, inputs, store, selection)
+        return map_row_tiles(norm, outputs), store, selection

@@ -1,0 +1,299 @@
+"""The jitted steps: prefill, decode and draft.
+
+Each is one `shard_map` over the mesh with its collectives inside and jit with donation outside.
+Shapes come from buckets: the number of groups and rows of a step, and `context_pages`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from glm53.model.config import GLMConfig
+from glm53.model.forward import Forward, LayerTrace, Rows, Selection, head_logits
+from glm53.model.mtp import MTPLayer
+from glm53.model.params import GLMModel, abstract_model
+from glm53.model.sharding import check_mesh, parameter_specs
+from kvcache.device.pytree import holding, pytree_dataclass
+from kvcache.device.sequence_state import SequenceState
+from kvcache.device.store import MESH_AXIS, KVStore, in_host, on_device
+from kvcache.geometry import KVGeometry
+from kvcache.per_engine import per_engine
+from pallas_kernels.common.compiler_options import gpu_options
+
+# A step compiles in three quarters of the time, and runs no slower.
+_CPU_COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
+
+_EVERYWHERE = PartitionSpec()
+
+
+@pytree_dataclass
+class PrefillBatch:
+    """Tokens to append to sequences, each group to one of them.
+
+    Attributes:
+        slots: int32 [groups], sequence slot, -1 for padding.
+        num_rows: int32 [groups], how many of the group's tokens count.
+        token_ids: int32 [groups, rows].
+    """
+
+    slots: Int[Array, " groups"]
+    num_rows: Int[Array, " groups"]
+    token_ids: Int[Array, "groups rows"]
+
+
+@pytree_dataclass
+class StepOutput:
+    """What a step gives back to the host.
+
+    Attributes:
+        next_token: int32 [groups], the greedy choice after each group's last row.
+        logits: float32 [groups, vocab] of that row.
+        hidden: [groups, rows, hidden], the normalised hidden state of every row; `Steps.head` makes
+            logits of them.
+        reads: int32 [groups, reads], `HostTier.reads` of each group's slot, which count what the
+            step has read, each device's own; None where steps read no host pages.
+        trace: what each trunk layer gave, if asked for.
+    """
+
+    next_token: Int[Array, " groups"]
+    logits: Float[Array, "groups *rows vocab"]
+    hidden: Float[Array, "groups rows hidden"]
+    reads: Int[Array, "groups reads"] | None
+    trace: LayerTrace | None
+
+
+STEP_OUTPUT = holding(
+    StepOutput,
+    next_token=_EVERYWHERE,
+    logits=_EVERYWHERE,
+    hidden=_EVERYWHERE,
+    reads=PartitionSpec(None, MESH_AXIS),
+    trace=_EVERYWHERE,
+)
+"""How a `StepOutput` lies on the mesh."""
+
+
+@pytree_dataclass
+class DraftOutput:
+    """Drafted tokens of each sequence.
+
+    Attributes:
+        token_ids: int32 [groups, drafts], greedy.
+        logits: float32 [groups, drafts, vocab].
+        selected: int32 [groups, k], slots that the first draft row selected, ascending, then -1.
+    """
+
+    token_ids: Int[Array, "groups drafts"]
+    logits: Float[Array, "groups drafts vocab"]
+    selected: Int[Array, "groups k"]
+
+
+class Steps:
+    """The compiled steps of one model on one mesh.
+
+    `prefill(params, store, sequences, batch, context_pages=, trace=)`,
+    `decode(params, store, sequences, slots, context_pages=)` and
+    `draft(params, store, sequences, slots, context_pages=, num_drafts=)` return their output, the
+    store and the sequences; store and sequences are donated. `head(params, hidden)` returns the
+    logits [rows, vocab] of hidden states [rows, hidden].
+
+    `context_pages` bounds the pages of every sequence in the step, the tokens it appends included.
+
+    Raises:
+        ValueError: the mesh does not divide a sharded axis, or is not the geometry's.
+    """
+
+    def __init__(
+        self,
+        config: GLMConfig,
+        geometry: KVGeometry,
+        mesh: Mesh,
+    ) -> None:
+        check_mesh(config, mesh)
+        if mesh.size != geometry.num_devices:
+            raise ValueError(
+                f"num_devices {geometry.num_devices} of the KV geometry differs from the mesh's "
+                f"{mesh.size} devices"
+            )
+        self.config, self.geometry, self.mesh = config, geometry, mesh
+        self.graph, abstract = abstract_model(config)
+        self.param_specs = parameter_specs(abstract)
+        self.with_mtp = geometry.num_layers == config.num_layers > config.num_hidden_layers
+
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        options = _CPU_COMPILER_OPTIONS if on_cpu else gpu_options(mesh)
+
+        def jit(step: Callable, output: PartitionSpec | StepOutput, *static: str) -> Callable:
+            return jax.jit(
+                functools.partial(self._sharded, step, output),
+                static_argnames=static,
+                donate_argnums=(1, 2),
+                out_shardings=(None, KVStore.shardings(geometry, mesh), None),
+                compiler_options=options,
+            )
+
+        self.prefill = jit(self._prefill, STEP_OUTPUT, "context_pages", "trace")
+        self.decode = jit(self._decode, STEP_OUTPUT, "context_pages")
+        self.draft = jit(self._draft, _EVERYWHERE, "context_pages", "num_drafts")
+        self.head = jax.jit(self._head, compiler_options=options)
+
+    def _head(
+        self, params: nnx.State, hidden: Float[Array, "rows hidden"]
+    ) -> Float[Array, "rows vocab"]:
+        return jax.shard_map(
+            lambda params, hidden: head_logits(nnx.merge(self.graph, params), hidden),
+            mesh=self.mesh,
+            in_specs=(self.param_specs, _EVERYWHERE),
+            out_specs=_EVERYWHERE,
+            check_vma=False,
+        )(params, hidden)
+
+    def _sharded(
+        self,
+        step: Callable,
+        output: PartitionSpec | StepOutput,
+        params: nnx.State,
+        store: KVStore,
+        sequences: SequenceState,
+        batch: PrefillBatch | Int[Array, " groups"],
+        **static: object,
+    ) -> tuple[StepOutput | DraftOutput, KVStore, SequenceState]:
+        def local(params, store, sequences, batch):
+            model = nnx.merge(self.graph, params)
+            store = on_device(store)
+            host = store.host
+            if not self.geometry.reads_host:
+                store = dataclasses.replace(store, host=None)
+            output, store, sequences = step(model, store, sequences, batch, **static)
+            if not self.geometry.reads_host:
+                store = dataclasses.replace(store, host=host)
+            return output, in_host(store), sequences
+
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, KVStore.specs(self.geometry), _EVERYWHERE, _EVERYWHERE),
+            out_specs=(output, KVStore.specs(self.geometry), _EVERYWHERE),
+            check_vma=False,
+        )(params, store, sequences, batch)
+
+    def _prefill(
+        self,
+        model: GLMModel,
+        store: KVStore,
+        sequences: SequenceState,
+        batch: PrefillBatch,
+        *,
+        context_pages: int,
+        trace: bool = False,
+    ) -> tuple[StepOutput, KVStore, SequenceState]:
+        """Appends tokens to sequences and chooses the token after each group's last."""
+        rows, slots = self._rows(
+            sequences, batch.slots, batch.num_rows, batch.token_ids, context_pages
+        )
+        forward = Forward(model, self.config, self.geometry, rows)
+        flat, store, traced = forward.trunk(store, batch.token_ids.reshape(-1), trace)
+        hidden = flat.reshape(*batch.token_ids.shape, -1)
+        if self.with_mtp:
+            # Row i of `before` is the hidden state before row i. A gather, so that the MTP layer's
+            # writes wait for the trunk's reads even where a group has one row: else XLA copies
+            # the store.
+            states = jnp.concatenate([sequences.last_hidden[slots][:, None], hidden], axis=1)
+            offsets = jnp.arange(batch.token_ids.shape[1])
+            previous = jnp.minimum(offsets, batch.num_rows[:, None])
+            before = jnp.take_along_axis(states, previous[..., None], axis=1)
+            known = sequences.hidden_known[slots][:, None] | (offsets > 0)
+            mtp_rows = dataclasses.replace(rows, positions=jnp.where(known, rows.positions, -1))
+            mtp = MTPLayer(model, self.config, self.geometry, mtp_rows)
+            _, store, _ = mtp.run(store, batch.token_ids.reshape(-1), before.reshape(flat.shape))
+        last = jnp.maximum(batch.num_rows - 1, 0)[:, None, None]
+        last_hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+        logits = forward.logits(last_hidden)
+        next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        counted = (batch.slots >= 0) & (batch.num_rows > 0)
+        target = jnp.where(counted, batch.slots, sequences.length.shape[0])
+        sequences = dataclasses.replace(
+            sequences,
+            length=sequences.length.at[target].add(batch.num_rows, mode="drop"),
+            last_token=sequences.last_token.at[target].set(next_token, mode="drop"),
+            last_hidden=sequences.last_hidden.at[target].set(last_hidden, mode="drop"),
+            hidden_known=sequences.hidden_known.at[target].set(True, mode="drop"),
+        )
+        reads = None if store.host is None else store.host.reads[slots]
+        return StepOutput(next_token, logits, hidden, reads, traced), store, sequences
+
+    def _decode(
+        self,
+        model: GLMModel,
+        store: KVStore,
+        sequences: SequenceState,
+        slots: Int[Array, " groups"],
+        *,
+        context_pages: int,
+    ) -> tuple[StepOutput, KVStore, SequenceState]:
+        """Appends each sequence's last chosen token and chooses the next."""
+        token_ids = sequences.last_token[jnp.maximum(slots, 0)][:, None]
+        batch = PrefillBatch(slots, (slots >= 0).astype(jnp.int32), token_ids)
+        return self._prefill(model, store, sequences, batch, context_pages=context_pages)
+
+    def _draft(
+        self,
+        model: GLMModel,
+        store: KVStore,
+        sequences: SequenceState,
+        slots: Int[Array, " groups"],
+        *,
+        context_pages: int,
+        num_drafts: int,
+    ) -> tuple[DraftOutput, KVStore, SequenceState]:
+        """Drafts the tokens after each sequence's last chosen one, greedily.
+
+        The rows that drafts write beyond the sequence's length are overwritten when its tokens are
+        known. With `index_share_for_mtp_iteration` the first row's selection serves all drafts.
+        """
+        token_ids = sequences.last_token[jnp.maximum(slots, 0)]
+        hidden = sequences.last_hidden[jnp.maximum(slots, 0)]
+        shared: Selection | None = None
+        first: Selection | None = None
+        tokens, logits = [], []
+        for step in range(num_drafts):
+            ones = jnp.ones_like(slots)[:, None]
+            rows, _ = self._rows(sequences, slots, ones[:, 0], ones, context_pages, ahead=step)
+            mtp = MTPLayer(model, self.config, self.geometry, rows)
+            hidden, store, selection = mtp.run(store, token_ids, hidden, shared)
+            first = selection if first is None else first
+            if self.config.index_share_for_mtp_iteration:
+                shared = first
+            logits.append(mtp.forward.logits(hidden))
+            token_ids = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
+            tokens.append(token_ids)
+        assert first is not None
+        output = DraftOutput(jnp.stack(tokens, 1), jnp.stack(logits, 1), first.positions)
+        return output, store, sequences
+
+    def _rows(
+        self,
+        sequences: SequenceState,
+        slots: Int[Array, " groups"],
+        num_rows: Int[Array, " groups"],
+        token_ids: Int[Array, "groups rows"],
+        context_pages: int,
+        ahead: int = 0,
+    ) -> tuple[Rows, Int[Array, " groups"]]:
+        """Rows that follow each sequence's computed tokens, `ahead` further; and slots to read."""
+        readable = jnp.maximum(slots, 0)
+        offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+        positions = sequences.length[readable][:, None] + ahead + offsets
+        counted = (offsets < num_rows[:, None]) & (slots >= 0)[:, None]
+        tables = sequences.block_table[readable, :context_pages]
+        return Rows(jnp.where(counted, positions, -1), slots, tables), readable
+
+
+compiled_steps = per_engine(Steps)
+"""`Steps` that are shared by all engines of the same config, geometry and mesh in a process."""

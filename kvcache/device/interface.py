@@ -1,0 +1,98 @@
+"""What the account of a cache has its device do, and a device that only pretends to."""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float32, Int32, Shaped
+
+from kvcache.device.page_moves import MoveList
+from kvcache.geometry import KVGeometry
+
+
+@runtime_checkable
+class CacheDevice(Protocol):
+    """Changes of the device state between steps, in the order in which they are asked for.
+
+    Slots, places and pages of -1 are padding.
+    """
+
+    def assign_slot(self, slot: int, pages: Int32[np.ndarray, " max_pages"], length: int) -> None:
+        """Gives a slot to a sequence whose first `length` tokens are computed on these pages."""
+        ...
+
+    def set_pages(self, entries: Int32[np.ndarray, "entries 3"]) -> None:
+        """Puts pages into block tables: (slot, place in the table, page)."""
+        ...
+
+    def move(self, moves: MoveList) -> None:
+        """Moves pages and changes the maps of places."""
+        ...
+
+    def lease(
+        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots hot_pages"]
+    ) -> None:
+        """Gives slots places for their hot rows, or takes them away."""
+        ...
+
+    def borrow(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
+        """Gives prefills places to stage pages on, in place of those they had."""
+        ...
+
+    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
+        """Counts of selections by page, which are halved thereby: a call waits for them."""
+        ...
+
+    def write(
+        self,
+        pages: Int32[np.ndarray, " most_pages"],
+        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+    ) -> None:
+        """Fills pages, wherever they lie."""
+        ...
+
+
+class SimulatedDevice(CacheDevice):
+    """A device without bytes, for simulators and for timing the account alone.
+
+    Attributes:
+        heat: float32 [pages], what `cool` tells before it halves it.
+        num_cooled: how often it did.
+    """
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        self.heat = np.zeros(geometry.num_pages, np.float32)
+        self.num_cooled = 0
+
+    def assign_slot(self, slot: int, pages: Int32[np.ndarray, " max_pages"], length: int) -> None:
+        """Nothing to assign."""
+
+    def set_pages(self, entries: Int32[np.ndarray, "entries 3"]) -> None:
+        """No table to change."""
+
+    def move(self, moves: MoveList) -> None:
+        """Nothing to move."""
+
+    def lease(
+        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots hot_pages"]
+    ) -> None:
+        """No places to give."""
+
+    def borrow(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
+        """No places to give."""
+
+    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
+        """The heat that was set."""
+        told = self.heat.copy()
+        self.heat /= 2
+        self.num_cooled += 1
+        return lambda: told
+
+    def write(
+        self,
+        pages: Int32[np.ndarray, " most_pages"],
+        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+    ) -> None:
+        """Nowhere to write."""

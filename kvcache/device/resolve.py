@@ -1,0 +1,266 @@
+"""From selected positions to physical rows: what is not on the device is staged, as far as it goes.
+
+A step of a few rows a sequence keeps single rows of host pages in the sequence's hot rows. A longer
+one, which selects from nearly every page, borrows staging pages instead. What has room in neither
+is read in host memory, in place; so none of this changes an answer.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvcache.device.host_tier import HostTier
+from kvcache.device.pytree import pytree_dataclass
+from kvcache.device.store import KVStore, locate_rows
+from kvcache.geometry import KVGeometry
+from pallas_kernels.common.implementation import chosen
+from pallas_kernels.resolve_rows import resolve_rows
+from pallas_kernels.stage_rows import stage_pages, stage_rows
+
+MOST_ROWS_TO_RESOLVE = 8
+"""Most rows of a sequence in a step that uses its hot rows: a token and its drafts."""
+
+Scalar = int | Int[Array, ""]
+
+
+@pytree_dataclass
+class StagedPages:
+    """Host pages that each layer of an index group stages before it attends.
+
+    A page is staged for one layer at a time, so the pages of the other layers at a staging page's
+    place are free: places count over all layers, from the layer that stages on, round the end.
+
+    Attributes:
+        host_page: int32 [staged], pages to read.
+        place: int32 [staged], where to write.
+        count: int32, how many of the lists are valid.
+    """
+
+    host_page: Int[Array, " staged"]
+    place: Int[Array, " staged"]
+    count: Int[Array, ""]
+
+    @classmethod
+    def none(cls, geometry: KVGeometry) -> "StagedPages":
+        """Nothing to stage."""
+        size = min(geometry.host_pages, max(geometry.staging_pages * geometry.num_layers, 1))
+        nothing = jnp.zeros((size,), jnp.int32)
+        return cls(nothing, nothing, jnp.zeros((), jnp.int32))
+
+
+def find_selected(
+    store: KVStore,
+    geometry: KVGeometry,
+    group: Scalar,
+    first_layer: Scalar,
+    slots: Int[Array, " sequences"],
+    block_tables: Int[Array, "sequences context_pages"],
+    positions: Int[Array, "sequences rows k"],
+    hot_scores: Float[Array, "sequences hot"] | None,
+    device: Int[Array, ""],
+) -> tuple[KVStore, Int[Array, "sequences rows k"], StagedPages | None]:
+    """Finds the rows that an index group selected, and stages what is not on the device.
+
+    Args:
+        store: the store.
+        geometry: its sizes.
+        group: the index group.
+        first_layer: its first layer.
+        slots: slot of each sequence, -1 for padding.
+        block_tables: pages of each sequence.
+        positions: selected positions; -1 is none.
+        hot_scores: what the step's index scores say of the sequences' hot rows, the best of its
+            rows; None in a step that does not use them.
+        device: this device's place along the mesh axis.
+
+    Returns:
+        The store, its hot rows up to date for all layers of the group; physical ids as
+        `sparse_attention` takes them, -1 for none and for other devices' positions; and the pages
+        that each layer of the group must stage before it attends, None without a host tier.
+    """
+    flat = positions.reshape(positions.shape[0], -1)
+    located, pages = (
+        found.reshape(positions.shape)
+        for found in locate_rows(store, geometry, block_tables, flat, device)
+    )
+    host = store.host
+    if host is None:
+        return store, located, None
+    layers = jnp.asarray(geometry.group_layers, jnp.int32)[group]
+    on_host = located >= geometry.slab_rows
+    if hot_scores is not None:
+        store, host, row_ids, reads = _resolve(
+            store,
+            host,
+            geometry,
+            (group, first_layer, layers),
+            slots,
+            positions,
+            located,
+            hot_scores,
+        )
+        staged = StagedPages.none(geometry)
+    else:
+        row_ids, staged, reads = _plan_staging(store, host, geometry, layers, located, pages)
+    resident = jnp.sum((located >= 0) & ~on_host, axis=(1, 2))
+    host = host.count(slots, pages, jnp.stack([resident, *reads], axis=1))
+    return dataclasses.replace(store, host=host), row_ids, staged
+
+
+def hot_row_scores(
+    host: HostTier,
+    group: Scalar,
+    slot: Int[Array, ""],
+    positions: Int[Array, " rows"],
+    scores: Float[Array, "rows context"],
+) -> Float[Array, " hot"]:
+    """The best index score of each hot row of a sequence among its rows of a step.
+
+    Args:
+        host: the host tier.
+        group: the index group.
+        slot: slot of the sequence, -1 for padding.
+        positions: position of each row, -1 for padding.
+        scores: scores of the sequence's rows on this device.
+    """
+    known = jnp.maximum(slot, 0)
+    held = host.hot_row[known, group]
+    leased = (slot >= 0) & (host.hot_page[known, 0] >= 0)
+
+    def gather() -> jax.Array:
+        found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
+        counted = (positions >= 0)[:, None] & (held >= 0) & leased
+        return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
+
+    if chosen() != "reference":
+        return gather()
+    return lax.cond(leased, gather, lambda: jnp.full(held.shape, -jnp.inf, scores.dtype))
+
+
+def _unless_idle[State](wanted: jax.Array, run: Callable[[State], State], state: State) -> State:
+    """`run(state)`, skipped where nothing is `wanted` and references run; `run` changes nothing
+    then."""
+    if chosen() != "reference":
+        return run(state)
+    # A loop, which unlike a branch updates arrays in place.
+    return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, state: run(state), state)
+
+
+def _resolve(
+    store: KVStore,
+    host: HostTier,
+    geometry: KVGeometry,
+    layers: tuple[Scalar, Scalar, Scalar],
+    slots: Int[Array, " sequences"],
+    positions: Int[Array, "sequences rows k"],
+    located: Int[Array, "sequences rows k"],
+    hot_scores: Float[Array, "sequences hot"],
+) -> tuple[KVStore, HostTier, jax.Array, tuple[jax.Array, ...]]:
+    """Brings missed rows to the sequences' hot rows, for a group, its first layer and its number of
+    layers. Returns the store, its host tier, row ids, and what `reads` counts of host rows."""
+    group, first_layer, num_layers = layers
+    on_host = located >= geometry.slab_rows
+    wanted = jnp.any(on_host)
+    leased = host.hot_page[jnp.maximum(slots, 0), 0] >= 0
+
+    def run(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        slab, hot_row, hot_mean, hot_slot, row_ids, *_ = state
+        found = resolve_rows(
+            hot_row,
+            hot_mean,
+            hot_slot,
+            host.hot_page,
+            jnp.where(wanted, slots, -1),  # so that scores count in the same steps everywhere
+            group,
+            positions // geometry.num_devices,
+            row_ids,
+            hot_scores,
+            geometry.slab_rows,
+            geometry.rows_per_device,
+        )
+        rows = (found.host_rows, found.device_rows, found.num_staged)
+        slab = stage_rows(slab, host.slab, first_layer, num_layers, *rows)
+        in_place = jnp.sum(found.row_ids >= geometry.slab_rows, axis=(1, 2))
+        fresh = jnp.sum(on_host, axis=(1, 2)) - found.hits - in_place
+        misses = jnp.where(leased, found.misses, in_place)
+        return (
+            slab,
+            found.hot_row,
+            found.hot_mean,
+            found.hot_slot,
+            found.row_ids,
+            found.hits,
+            fresh,
+            in_place,
+            misses,
+            found.staged * num_layers,
+        )
+
+    hot = (host.hot_row, host.hot_mean, host.hot_slot)
+    none = jnp.zeros(slots.shape, jnp.int32)
+    slab, *hot, row_ids, hits, fresh, in_place, misses, staged = _unless_idle(
+        wanted, run, (store.slab, *hot, located, *[none] * 5)
+    )
+    host = dataclasses.replace(
+        host, **dict(zip(("hot_row", "hot_mean", "hot_slot"), hot, strict=True))
+    )
+    store = dataclasses.replace(store, slab=slab)
+    return store, host, row_ids, (hits, fresh, in_place, misses, staged)
+
+
+def _plan_staging(
+    store: KVStore,
+    host: HostTier,
+    geometry: KVGeometry,
+    num_layers: Scalar,
+    located: Int[Array, "sequences rows k"],
+    pages: Int[Array, "sequences rows k"],
+) -> tuple[jax.Array, StagedPages, tuple[jax.Array, ...]]:
+    """Gives a place to each host page that a row selected from, as far as there are places.
+
+    Returns row ids, the plan, and what `reads` counts of host rows.
+    """
+    on_host = located >= geometry.slab_rows
+    spilled = jnp.sum(on_host, axis=(1, 2))
+    borrowed = jnp.sum(host.staging_page >= 0)
+
+    def run(state: tuple[jax.Array, StagedPages]) -> tuple[jax.Array, StagedPages]:
+        _, plan = state
+        capacity = jnp.minimum(borrowed * geometry.num_layers, plan.place.shape[0])
+        needed = jnp.zeros((geometry.num_pages,), bool)
+        needed = needed.at[jnp.where(on_host, pages, geometry.num_pages)].set(True, mode="drop")
+        order = jnp.cumsum(needed) - 1
+        needed &= order < capacity
+        turn, page = jnp.divmod(order, jnp.maximum(borrowed, 1))
+        place = turn * geometry.device_pages + host.staging_page[page]
+        listed = jnp.where(needed, order, plan.place.shape[0])
+        plan = StagedPages(
+            plan.host_page.at[listed].set(store.host_page, mode="drop"),
+            plan.place.at[listed].set(place, mode="drop"),
+            jnp.sum(needed),
+        )
+        row = (located - geometry.slab_rows) % geometry.rows_per_device
+        readable = jnp.maximum(pages, 0)
+        staged = on_host & needed[readable]
+        staged_row = place[readable] * geometry.rows_per_device + row
+        return jnp.where(staged, staged_row, located), plan
+
+    row_ids, plan = _unless_idle(jnp.any(on_host), run, (located, StagedPages.none(geometry)))
+    in_place = jnp.sum(row_ids >= geometry.slab_rows, axis=(1, 2))
+    first = jnp.arange(spilled.shape[0]) == jnp.argmax(spilled > 0)
+    rows = jnp.where(first, plan.count * geometry.rows_per_device * num_layers, 0)
+    return row_ids, plan, (jnp.zeros_like(spilled), spilled - in_place, in_place, spilled, rows)
+
+
+def stage_layer(store: KVStore, layer: Scalar, staged: StagedPages | None) -> KVStore:
+    """Stages one layer of the pages that its group's selection needs."""
+    if staged is None or store.host is None:
+        return store
+    slab = stage_pages(
+        store.slab, store.host.slab, layer, staged.host_page, staged.place, staged.count
+    )
+    return dataclasses.replace(store, slab=slab)

@@ -1,0 +1,402 @@
+"""Which tier each page lies in, and the policy that moves pages between the tiers."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from jaxtyping import Bool, Float32
+
+from kvcache.device.page_moves import PageMoves
+from kvcache.page_pool import OutOfPagesError
+from kvcache.tiers.eviction_queues import Victims
+from kvcache.tiers.leases import Leases
+from kvcache.tiers.page_states import NO_PLACE, PageState, PageStates
+
+
+class Residency(PageStates):
+    """Gives pages their places, moves them between the tiers, and leases places of the device.
+
+    Every change is queued in `moves`: whoever launches a step, or writes rows by other means,
+    flushes them first.
+
+    Pages that cannot leave the device are those that are TAIL, pinned, or IMPORTING there. All
+    others are dropped when room is needed, coldest first (`Victims`). As no two pages share a place
+    and none but a CLEAN page has two, `count` places can be freed exactly if `count` is at most
+    - device_pages less the pages that cannot leave the device, and
+    - device_pages + host_pages less all pages that are not FREE, those not counted that `evict`
+      can give up.
+    The second holds for one place whenever an id is FREE. So `start` fails only if every device
+    place holds a page that cannot leave.
+
+    `evict` may give up any page that nobody references: the caller holds a reference on a page
+    that it copies or restores.
+
+    Attributes:
+        changed_leases: slots whose hot lease began or ended. The caller clears it when it has told
+            the device.
+        pages_cleaned: pages copied to the host.
+        pages_dropped: pages that gave up their device place.
+        pages_restored: pages copied back to the device.
+        pages_given_up: copies on the host given up.
+        pages_copied: pages started as a copy of another.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_pages: int,
+        host_pages: int,
+        max_sequences: int,
+        hot_pages: int,
+        staging_pages: int,
+        moves: PageMoves,
+        referenced: Callable[[], Bool[np.ndarray, " pages"]],
+        evict: Callable[[], bool],
+        on_change: Callable[[int, PageState, PageState], None],
+    ) -> None:
+        """All pages FREE.
+
+        Args:
+            device_pages: places on the device.
+            host_pages: places on the host, 0 for no host tier.
+            max_sequences: sequence slots.
+            hot_pages: device places of a hot lease.
+            staging_pages: most device places of the staging lease.
+            moves: the queue of moves and map changes.
+            referenced: whether a sequence holds each page.
+            evict: gives up one page that nobody references, by way of `forget`; False if there is
+                none.
+            on_change: called with a page, the state it was in, and the one it is in now.
+        """
+        super().__init__(device_pages, host_pages)
+        self._on_change = on_change
+        self._hot_pages = hot_pages
+        self._staging_pages = staging_pages
+        self._moves = moves
+        self._evict = evict
+        self._victims = Victims(self, referenced)
+        self._watermark = max(1, device_pages // 10)
+        self._leases = Leases(self._free_device, max_sequences, hot_pages, staging_pages)
+        self.changed_leases = self._leases.changed
+        self.pages_cleaned = 0
+        self.pages_dropped = 0
+        self.pages_restored = 0
+        self.pages_given_up = 0
+        self.pages_copied = 0
+
+    @property
+    def staging_places(self) -> tuple[int, ...]:
+        """Device places of the staging lease; empty if there is none or it was revoked."""
+        return tuple(self._leases.staging)
+
+    @property
+    def leases_revoked(self) -> int:
+        """Hot leases ended because their places were needed."""
+        return self._leases.num_revoked
+
+    def hot_places(self, slot: int) -> tuple[int, ...]:
+        """Device places of a slot's hot lease; empty if it has none or it was revoked."""
+        return self._leases.hot.get(slot, ())
+
+    def start(self, page: int) -> None:
+        """FREE to TAIL: gives a page a device place, making room if none is free.
+
+        Raises:
+            ValueError: the page is not FREE.
+            OutOfPagesError: no place can be freed.
+        """
+        self._check(page, "start")
+        self.make_room(1)
+        self._begin(page, PageState.TAIL, self._free_device.pop(), NO_PLACE)
+
+    def copy_of(self, source: int, page: int) -> None:
+        """FREE to TAIL with the rows and index keys of `source`, which may be dropped for room.
+
+        Raises:
+            ValueError: `page` is not FREE, or `source` is FREE or IMPORTING.
+            OutOfPagesError: no place can be freed.
+        """
+        self._check(page, "start")
+        self._check(source, "copy")
+        self.make_room(1)
+        self._check(source, "copy")
+        place = self._free_device.pop()
+        if self.device_place(source) != NO_PLACE:
+            self._moves.copy(self.device_place(source), place)
+        else:
+            self._moves.load(self.host_place(source), place)
+        self._moves.copy_keys(source, page)
+        self._begin(page, PageState.TAIL, place, NO_PLACE)
+        self.pages_copied += 1
+
+    def seal(self, page: int) -> None:
+        """TAIL to DIRTY: the page's confirmed rows never change again.
+
+        Raises:
+            ValueError: the page is not TAIL.
+        """
+        self._check(page, "seal")
+        self._victims.touch(page)
+        self._place(page, PageState.DIRTY, self.device_place(page), NO_PLACE)
+
+    def clean(self, page: int) -> None:
+        """DIRTY to CLEAN: copies the page to a free host place.
+
+        Raises:
+            ValueError: the page is not DIRTY.
+            OutOfPagesError: no host place is free.
+        """
+        self._check(page, "clean")
+        if not self._free_host:
+            raise OutOfPagesError(f"page {page} needs a host place: raise host_memory_gib")
+        host_place = self._free_host.pop()
+        self._moves.store(self.device_place(page), host_place)
+        self._place(page, PageState.CLEAN, self.device_place(page), host_place)
+        self.pages_cleaned += 1
+
+    def drop(self, page: int) -> None:
+        """CLEAN to HOST: frees the page's device place.
+
+        Raises:
+            ValueError: the page is not CLEAN, or is pinned.
+        """
+        self._check(page, "drop")
+        self._place(page, PageState.HOST, NO_PLACE, self.host_place(page))
+        self.pages_dropped += 1
+
+    def give_up_host(self, page: int) -> None:
+        """CLEAN to DIRTY: frees the page's host place.
+
+        Raises:
+            ValueError: the page is not CLEAN.
+        """
+        self._check(page, "give up the host copy of")
+        self._place(page, PageState.DIRTY, self.device_place(page), NO_PLACE)
+        self.pages_given_up += 1
+
+    def restore(self, page: int) -> None:
+        """HOST to CLEAN: copies the page back to the device, making room if no place is free.
+
+        Raises:
+            ValueError: the page is not HOST.
+            OutOfPagesError: no place can be freed.
+        """
+        self._check(page, "restore")
+        self.make_room(1)
+        self._check(page, "restore")
+        place = self._free_device.pop()
+        self._moves.load(self.host_place(page), place)
+        self._place(page, PageState.CLEAN, place, self.host_place(page))
+        self.pages_restored += 1
+
+    def begin_import(self, page: int, to_device: bool) -> None:
+        """FREE to IMPORTING: gives a page one place, to be written after a flush.
+
+        For want of a free host place the hottest CLEAN page gives up its copy, or else a HOST page
+        is restored first.
+
+        Raises:
+            ValueError: the page is not FREE.
+            OutOfPagesError: no place can be freed.
+        """
+        self._check(page, "begin to import")
+        if to_device:
+            self.make_room(1)
+            self._begin(page, PageState.IMPORTING, self._free_device.pop(), NO_PLACE)
+        else:
+            self._make_host_room()
+            self._begin(page, PageState.IMPORTING, NO_PLACE, self._free_host.pop())
+
+    def end_import(self, page: int) -> None:
+        """IMPORTING to DIRTY or HOST, by where the page lies.
+
+        Raises:
+            ValueError: the page is not IMPORTING.
+        """
+        self._check(page, "end the import of")
+        device_place = self.device_place(page)
+        state = PageState.HOST if device_place == NO_PLACE else PageState.DIRTY
+        self._place(page, state, device_place, self.host_place(page))
+
+    def forget(self, page: int) -> None:
+        """Any state to FREE, also of a page that was never started: its places become free.
+
+        Raises:
+            ValueError: the page is pinned.
+        """
+        self._check(page, "forget")
+        self._place(page, PageState.FREE, NO_PLACE, NO_PLACE)
+
+    def unpin(self, page: int) -> None:
+        """Takes a pin away.
+
+        Raises:
+            ValueError: the page is not pinned.
+        """
+        super().unpin(page)
+        self._victims.push(page)
+
+    def lease_hot(self, slot: int) -> bool:
+        """Leases `hot_pages` places to a slot: free ones, and those of the coldest pages.
+
+        Pages are evicted if there is no other way, but no lease is revoked. Returns False if the
+        places cannot be had.
+
+        Raises:
+            ValueError: there is no such slot, or it has a lease.
+        """
+        self._leases.check_slot(slot)
+        if not self._evict_until(self._hot_pages):
+            return False
+        self.make_room(self._hot_pages)
+        self._leases.lease_hot(slot)
+        return True
+
+    def release_hot(self, slot: int) -> None:
+        """Ends a slot's hot lease, if it has one."""
+        self._leases.release_hot(slot)
+
+    def lease_staging(self) -> int:
+        """Fills the staging lease up to `staging_pages`; returns the number of places it has.
+
+        Takes free places, and the coldest page's as long as that is CLEAN.
+        """
+        staging = self._leases.staging
+        while len(staging) < self._staging_pages:
+            if not self._free_device:
+                page = self._victims.coldest.first()
+                if page is None or self.state(page) is not PageState.CLEAN:
+                    break
+                self.drop(page)
+            staging.append(self._free_device.pop())
+        return len(staging)
+
+    def release_staging(self) -> None:
+        """Ends the staging lease, if there is one."""
+        self._leases.release_staging()
+
+    def touch(self, pages: Iterable[int]) -> None:
+        """Makes pages the most recently used ones, each more so than those before it."""
+        for page in pages:
+            self._victims.touch(page)
+
+    def measure_heat(self) -> None:
+        """Notes that the heat of all pages is measured now, to be told by `update_heat`."""
+        self._victims.measure_heat()
+
+    def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:
+        """Replaces the heat, a decayed count of selections, of all pages but those started since.
+
+        Raises:
+            ValueError: there is not one for each page.
+        """
+        self._victims.update_heat(heat)
+
+    def make_room(self, count: int) -> None:
+        """Frees device places until `count` are free.
+
+        The coldest pages are dropped, DIRTY ones after a copy to the host. For want of a free host
+        place the hottest CLEAN page gives up its copy, as it will be dropped last. Pages are
+        evicted only if there are no copies to give up, and leases revoked, staging before the
+        oldest hot lease, only if no more pages can be dropped.
+
+        Raises:
+            OutOfPagesError: the places cannot be freed; no page has been dropped.
+        """
+        while not self._evict_until(count):
+            if not self._leases.revoke():
+                raise OutOfPagesError(self._shortage(count))
+        while self.num_free_device < count:
+            page = self._victims.coldest.first()
+            assert page is not None, f"room for {self.room} pages, but none to drop"
+            if self.state(page) is PageState.DIRTY:
+                if not self._free_host:
+                    self._give_up_copy()
+                self.clean(page)
+            self.drop(page)
+
+    def clean_ahead(self, limit: int) -> int:
+        """Copies up to `limit` pages to free host places, so that dropping them costs nothing.
+
+        Does so while fewer device places are free than the watermark, a tenth of all: the coldest
+        DIRTY pages, until free places and droppable CLEAN pages reach it together and the coldest
+        page of all is CLEAN. Returns the number of pages.
+        """
+        cleaned = 0
+        while cleaned < limit and self._free_host and self.num_free_device < self._watermark:
+            page = self._victims.coldest_dirty.first()
+            reserve = self.num_free_device + self.num_droppable_in(PageState.CLEAN)
+            if page is None or (
+                reserve >= self._watermark and page != self._victims.coldest.first()
+            ):
+                break
+            self.clean(page)
+            cleaned += 1
+        return cleaned
+
+    def promote(self, limit: int) -> int:
+        """Restores up to `limit` pages while more than twice the watermark of places are free.
+
+        The hottest HOST pages that have been selected, and were referenced when heat was last
+        updated and still are. Returns the number of pages.
+        """
+        restored = 0
+        while restored < limit and self.num_free_device > 2 * self._watermark:
+            page = self._victims.hottest_host.first()
+            if page is None:
+                break
+            self.restore(page)
+            restored += 1
+        return restored
+
+    def check_integrity(self) -> None:
+        """Proves that every place is held once, and that states agree with places.
+
+        Raises:
+            AssertionError: naming what does not.
+        """
+        self._leases.check_integrity()
+        self._check_places(self._leases.places)
+
+    def _begin(self, page: int, state: PageState, device_place: int, host_place: int) -> None:
+        self._victims.begin(page)
+        self._place(page, state, device_place, host_place)
+
+    def _place(self, page: int, state: PageState, device_place: int, host_place: int) -> bool:
+        old = self.state(page)
+        changed = super()._place(page, state, device_place, host_place)
+        if state is not old:
+            self._on_change(page, old, state)
+        if changed:
+            self._moves.map_page(page, device_place, host_place)
+        self._victims.push(page)
+        return changed
+
+    def _evict_until(self, room: int) -> bool:
+        while self.room < room:
+            # Evicting frees host places for pages to drop: in vain if there are too few of those.
+            enough = self.num_free_device + self.num_droppable >= room
+            if not enough or not self._evict():
+                return False
+        return True
+
+    def _give_up_copy(self) -> None:
+        page = self._victims.hottest_clean.first()
+        assert page is not None, "room was counted for a copy that is not there"
+        self.give_up_host(page)
+
+    def _make_host_room(self) -> None:
+        """Frees a host place."""
+        if self._free_host:
+            return
+        if not self.count(PageState.CLEAN):
+            if not self.count(PageState.HOST):
+                raise OutOfPagesError("no host place can be freed: raise host_memory_gib")
+            self.make_room(1)
+            page = self._victims.hottest_host.first()
+            self.restore(self.pages_in(PageState.HOST).item(0) if page is None else page)
+        self._give_up_copy()
+
+    def _shortage(self, count: int) -> str:
+        movable = self.num_free_device + self.num_droppable
+        flag = "device_pages" if movable < count else "host_memory_gib or device_pages"
+        return f"{count} device places wanted, {self.room} can be freed: raise {flag}"

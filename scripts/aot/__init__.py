@@ -1,0 +1,1 @@
+"""Compilation for H200s on a machine without one, and reports of what the programs do."""

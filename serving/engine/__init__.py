@@ -1,0 +1,1 @@
+"""The engine: the loop of steps, the device side that it drives, and recovery from failures."""

@@ -1,0 +1,473 @@
+"""The device side of generation: the store, the sequences in it, and launches over them.
+
+A launch returns before the device is done, and its results are fetched later: meanwhile the host
+plans the next one. What a launch needs of the one before it, such as the token that it chose, stays
+on the device.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Int64
+
+from glm53.model.config import GLMConfig
+from glm53.model.steps import PrefillBatch, StepOutput, compiled_steps
+from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
+from kvcache.device.host_tier import READS
+from serving.engine.buckets import Buckets, fit
+from serving.engine.compile_notice import compile_notice
+from serving.requests.outputs import TokenLogprobs, TokenTexts
+from serving.requests.request import Continuation
+from serving.requests.sampling_params import MAX_LOGPROBS
+from serving.sampling.logprobs import TopLogprobs, top_logprobs
+from serving.sampling.sampler import Sampler
+from serving.sampling.state import SamplingState
+from serving.scheduler import PrefillChunk
+
+_SCORED_ROWS = 128
+"""Rows of a prompt whose log-probabilities are found at a time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What a launch gave for one sequence.
+
+    Attributes:
+        sequence: the sequence.
+        token: the token that follows what it has; None after a chunk that is not its prompt's last.
+        logprobs: of that token, if asked for.
+        start: place among the sequence's tokens of the first row that the launch computed.
+        prompt_logprobs: of the prompt's tokens after that place; None if they were not asked for.
+        reads: what the launch has read for it; see `KVCache.read_counters`.
+    """
+
+    sequence: Continuation
+    token: int | None
+    logprobs: TokenLogprobs | None
+    reads: Int64[np.ndarray, " reads"]
+    start: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scores:
+    """Log-probabilities on their way to the host.
+
+    Attributes:
+        found: of each row.
+        tokens: the tokens of the rows that count; None where the device chooses them.
+        counts: how many of the best each row wants, None for none.
+    """
+
+    found: TopLogprobs
+    tokens: Sequence[int] | None
+    counts: Sequence[int | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """A launch whose results are on their way to the host.
+
+    Attributes:
+        sequences: those that it appended to.
+        slots: int32 [groups], their slots, then padding.
+        tokens: int32 [groups], the tokens chosen.
+        reads: see `StepOutput.reads`.
+        scores: log-probabilities of the tokens, if asked for.
+        chooses: whether anybody wants the tokens.
+        start: see `SequenceResult.start`.
+        prompt_scores: of the prompt's tokens, if asked for.
+    """
+
+    sequences: list[Continuation]
+    slots: np.ndarray
+    tokens: jax.Array
+    reads: jax.Array | None
+    scores: _Scores | None = None
+    chooses: bool = True
+    start: int = 0
+    prompt_scores: tuple[_Scores, ...] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its results are there."""
+        is_ready: Callable[[], bool] = getattr(self.tokens, "is_ready")  # noqa: B009 untyped in jax
+        return is_ready()
+
+
+class ModelRunner:
+    """Launches steps for sequences in numbered slots.
+
+    Args:
+        config: the model.
+        params: its parameters.
+        geometry: sizes of the store.
+        mesh: where everything is.
+        buckets: shapes of the steps.
+        token_texts: the tokens' texts, or None without a tokenizer.
+
+    Attributes:
+        config: the model.
+        params: its parameters.
+        geometry: sizes of the store.
+        buckets: shapes of the steps.
+        cache: the sequences' pages.
+    """
+
+    def __init__(
+        self,
+        config: GLMConfig,
+        params: nnx.State,
+        geometry: KVGeometry,
+        mesh: Mesh,
+        buckets: Buckets,
+        token_texts: TokenTexts | None,
+    ) -> None:
+        self.config, self.geometry = config, geometry
+        self.params, self._mesh, self.buckets = params, mesh, buckets
+        self._token_texts = token_texts
+        self._steps = compiled_steps(config, geometry, mesh)
+        self._sampler = Sampler(config.vocab_size, geometry.max_sequences, mesh)
+        self._closed = CacheCounters()
+        self._used: set[str] = set()
+        self._start_empty()
+
+    def reset(self) -> None:
+        """Forgets all sequences and builds an empty store, as after a step that failed."""
+        self._whole = False
+        self._closed, self.cache.total = self.counters, CacheCounters()
+        # Given up first: memory may not hold a second store.
+        self._delete_store()
+        self._start_empty()
+
+    def delete(self) -> None:
+        """Gives up the memory of parameters and store; nothing can be launched any more."""
+        self._whole = False
+        self._delete_store()
+        for array in jax.tree.leaves(self.params):
+            array.delete()
+
+    def _delete_store(self) -> None:
+        self.cache.device.delete()
+        for array in jax.tree.leaves(self._sampling):
+            array.delete()
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that was launched."""
+        jax.block_until_ready(
+            (self.cache.device.store, self.cache.device.sequences, self._sampling)
+        )
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a store: a reset may have failed for want of memory."""
+        lost = any(array.is_deleted() for array in jax.tree.leaves(self._sampling))
+        return self._whole and not (lost or self.cache.device.deleted)
+
+    @property
+    def counters(self) -> CacheCounters:
+        """What the cache did for all sequences that have ended."""
+        return self._closed + self.cache.total
+
+    @property
+    def programs(self) -> list[tuple[str, Callable[[], object]]]:
+        """Everything that serving may launch, by name, as launches of padding, which change nothing
+        but that jax compiles what it launches. They may be called in any order."""
+        buckets = self.buckets
+        launches: list[tuple[str, Callable[[], object]]] = [
+            (_prefill_name(rows, pages), partial(self._warm_up_prefill, rows, pages))
+            for rows, pages in buckets.prefills
+        ]
+        launches += [
+            (_decode_name(count, pages), partial(self._warm_up_decode, count, pages))
+            for count in buckets.sequences
+            for pages in buckets.context_pages
+        ]
+        return [*launches, ("cache", self._warm_up_cache)]
+
+    def _warm_up_prefill(self, rows: int, pages: int) -> None:
+        token_ids = np.zeros((1, rows), np.int32)
+        output = self._prefill(_nobody(1), 0, token_ids, pages)
+        self._warm_up_choice(output)
+        logits, size = self._head(output.hidden, 0), self._scored_rows
+        for count in self._scored_counts:
+            self._score(logits, jax.device_put(_nobody(size) + 1), (0,), [count])
+
+    def _warm_up_decode(self, count: int, pages: int) -> None:
+        self._warm_up_choice(self._decode(_nobody(count), pages))
+
+    def _warm_up_choice(self, output: StepOutput) -> None:
+        chosen = self._sample(_nobody(len(output.logits)), output.logits, output.next_token)
+        for tokens in (chosen, output.next_token):
+            for count in self._scored_counts:
+                self._score(output.logits, tokens, None, [count])
+
+    def _warm_up_cache(self) -> None:
+        self._sampling = self._sampler.warm_up(self._sampling)
+        self.cache.warm_up()
+
+    def _start_empty(self) -> None:
+        self.cache = KVCache(
+            self.geometry,
+            DeviceState(
+                self.geometry,
+                self._mesh,
+                hidden_size=self.config.hidden_size,
+                dtype=self.config.compute_dtype,
+            ),
+            most_step_rows=self.buckets.rows[-1],
+            with_hidden=self._steps.with_mtp,
+        )
+        self._sampling = SamplingState.create(
+            self.geometry.max_sequences, self.config.vocab_size, self._mesh
+        )
+        self._whole = True
+
+    def prepare_prefill(self, chunk: PrefillChunk) -> None:
+        """Readies slot and pages for a chunk, just before its launch.
+
+        Raises:
+            OutOfPagesError: its pages find no place. Other sequences are as they were.
+        """
+        sequence = _continuation(chunk)
+        if chunk.is_first and sequence.sampling is not None:
+            self._sampling = self._sampler.assign(
+                self._sampling, chunk.slot, sequence.sampling, sequence.output_ids
+            )
+        self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
+
+    def launch_prefill(self, chunk: PrefillChunk) -> Launched:
+        """Appends a chunk, which is prepared, to its sequence; the last one chooses a token."""
+        sequence, slot = _continuation(chunk), chunk.slot
+        slots = np.array([slot], np.int32)
+        rows = fit(self.buckets.rows, len(chunk.token_ids))
+        token_ids = np.zeros((1, rows), np.int32)
+        token_ids[0, : len(chunk.token_ids)] = chunk.token_ids
+        context = self.buckets.prefill_context(rows, self.cache.num_pages(slot))
+        output = self._prefill(slots, len(chunk.token_ids), token_ids, context)
+        scores = None
+        if sequence.scores_prompt:
+            scores = self._score_prompt(sequence, chunk, output.hidden)
+        if chunk.is_last:
+            launched = self._choose([sequence], slots, output)
+        else:
+            # Its greedy choice, which nobody wants, tells when it is done.
+            launched = _on_its_way(
+                Launched([sequence], slots, output.next_token, output.reads, chooses=False)
+            )
+        return dataclasses.replace(launched, start=chunk.start, prompt_scores=scores)
+
+    def launch_decode(self, batch: Mapping[int, Continuation]) -> Launched:
+        """Appends the last chosen token of the sequence in each slot, and chooses the next ones."""
+        slots = _nobody(fit(self.buckets.sequences, len(batch)))
+        slots[: len(batch)] = list(batch)
+        self.cache.prepare(dict.fromkeys(batch, 1))
+        most_pages = max(self.cache.num_pages(slot) for slot in batch)
+        output = self._decode(slots, fit(self.buckets.context_pages, most_pages))
+        return self._choose(list(batch.values()), slots, output)
+
+    def results(self, launched: Launched) -> list[SequenceResult]:
+        """What a launch gave, in the order of its sequences; waits until the device is done.
+
+        Launches are asked for theirs in their order.
+
+        Raises:
+            Exception: whatever went wrong on the device, in this launch or one before it.
+        """
+        sequences = launched.sequences
+        texts = [self._token_texts if one.params.detokenize else None for one in sequences]
+        tokens = np.asarray(launched.tokens)[: len(sequences)].tolist()
+        logprobs = _fetched(launched.scores, tokens, texts)
+        prompt = None
+        if launched.prompt_scores is not None:
+            entries = [
+                _fetched(each, tokens, texts * len(each.counts)) for each in launched.prompt_scores
+            ]
+            prompt = tuple(entry for some in entries for entry in some if entry is not None)
+        if launched.reads is None:
+            reads = np.zeros((len(sequences), len(READS)), np.int64)
+        else:
+            told = np.asarray(launched.reads)[: len(sequences)]
+            reads = self.cache.note_reads(launched.slots[: len(sequences)], told)
+        return [
+            SequenceResult(
+                sequence, token if launched.chooses else None, entry, read, launched.start, prompt
+            )
+            for sequence, token, entry, read in zip(sequences, tokens, logprobs, reads, strict=True)
+        ]
+
+    def _prefill(
+        self, slots: np.ndarray, num_rows: int, token_ids: np.ndarray, context_pages: int
+    ) -> StepOutput:
+        counts = np.array([num_rows], np.int32)
+        with self._first_use(_prefill_name(token_ids.shape[1], context_pages)):
+            output, self.cache.device.store, self.cache.device.sequences = self._steps.prefill(
+                self.params,
+                self.cache.device.store,
+                self.cache.device.sequences,
+                PrefillBatch(*jax.device_put((slots, counts, token_ids))),
+                context_pages=context_pages,
+            )
+        return output
+
+    def _decode(self, slots: np.ndarray, context_pages: int) -> StepOutput:
+        with self._first_use(_decode_name(len(slots), context_pages)):
+            output, self.cache.device.store, self.cache.device.sequences = self._steps.decode(
+                self.params,
+                self.cache.device.store,
+                self.cache.device.sequences,
+                jax.device_put(slots),
+                context_pages=context_pages,
+            )
+        return output
+
+    def _first_use(self, what: str) -> AbstractContextManager[None]:
+        """Context of a launch, which says that the program is compiled if it may have to be."""
+        if what in self._used:
+            return contextlib.nullcontext()
+        self._used.add(what)
+        return compile_notice(what)
+
+    def _choose(
+        self,
+        sequences: list[Continuation],
+        slots: np.ndarray,
+        output: StepOutput,
+    ) -> Launched:
+        """The next token of each sequence: the step's own greedy choice, or the sampler's."""
+        chosen, sampled = output.next_token, _nobody(len(slots))
+        for row, sequence in enumerate(sequences):
+            if sequence.sampling is not None:
+                sampled[row] = slots[row]
+        if np.any(sampled >= 0):
+            chosen = self._sample(sampled, output.logits, output.next_token)
+        scores = self._score(
+            output.logits, chosen, None, [sequence.params.logprobs for sequence in sequences]
+        )
+        return _on_its_way(Launched(sequences, slots, chosen, output.reads, scores))
+
+    def _sample(self, slots: np.ndarray, logits: jax.Array, greedy: jax.Array) -> jax.Array:
+        with self._first_use(f"the sampler of {len(slots)}"):
+            chosen, self._sampling, self.cache.device.sequences = self._sampler.sample(
+                self._sampling, self.cache.device.sequences, jax.device_put(slots), logits, greedy
+            )
+        return chosen
+
+    def _score_prompt(
+        self, sequence: Continuation, chunk: PrefillChunk, hidden: jax.Array
+    ) -> tuple[_Scores, ...]:
+        """Log-probabilities of the tokens after each row of a chunk."""
+        first, last = chunk.start + 1, chunk.start + len(chunk.token_ids) + 1
+        following, size = sequence.token_ids[first:last], self._scored_rows
+        found = []
+        for start in range(0, len(following), size):
+            tokens = following[start : start + size]
+            padded = np.zeros(size, np.int32)
+            padded[: len(tokens)] = tokens
+            logits = self._head(hidden, start)
+            wanted = [sequence.params.prompt_logprobs] * len(tokens)
+            scores = self._score(logits, jax.device_put(padded), tokens, wanted)
+            assert scores is not None
+            if scores.found.token_ids.shape[1] > MAX_LOGPROBS:
+                # A long prompt's whole distributions would fill the device.
+                scores = dataclasses.replace(scores, found=jax.device_get(scores.found))
+            found.append(scores)
+        return tuple(found)
+
+    def _head(self, hidden: jax.Array, start: int) -> jax.Array:
+        """Logits of some rows of a prefill step, from `start` on."""
+        rows = _rows_from(hidden, np.int32(start), self._scored_rows)
+        return self._steps.head(self.params, rows)
+
+    def _score(
+        self,
+        logits: jax.Array,
+        chosen: jax.Array,
+        tokens: Sequence[int] | None,
+        wanted: Sequence[int | None],
+    ) -> _Scores | None:
+        """Log-probabilities of a token a row, with as many of the best as each row wants."""
+        counts = [self.config.vocab_size if count == -1 else count for count in wanted]
+        given = [count for count in counts if count is not None]
+        if not given:
+            return None
+        found = top_logprobs(logits, chosen, count=fit(self._scored_counts, max(given)))
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        return _Scores(found, tokens, counts)
+
+    @property
+    def _scored_rows(self) -> int:
+        return min(_SCORED_ROWS, self.buckets.rows[-1])
+
+    @property
+    def _scored_counts(self) -> tuple[int, ...]:
+        """How many of the best tokens are found: as many as may be asked for, or all."""
+        vocab_size = self.config.vocab_size
+        return tuple(sorted({min(MAX_LOGPROBS, vocab_size), vocab_size}))
+
+
+def _prefill_name(rows: int, pages: int) -> str:
+    return f"the prefill of {rows} rows, {pages} pages"
+
+
+def _decode_name(count: int, pages: int) -> str:
+    return f"the decode of {count}, {pages} pages"
+
+
+def _nobody(count: int) -> np.ndarray:
+    """Slots of groups that are padding."""
+    return np.full(count, -1, np.int32)
+
+
+def _on_its_way(launched: Launched) -> Launched:
+    launched.tokens.copy_to_host_async()
+    if launched.reads is not None:
+        launched.reads.copy_to_host_async()
+    return launched
+
+
+def _continuation(chunk: PrefillChunk) -> Continuation:
+    assert isinstance(chunk.sequence, Continuation)
+    return chunk.sequence
+
+
+@partial(jax.jit, static_argnums=2)
+def _rows_from(
+    hidden: Float[Array, "1 rows width"], first: Int[Array, ""], size: int
+) -> Float[Array, "size width"]:
+    """`size` rows from `first` on, zeros beyond the last."""
+    padded = jnp.pad(hidden[0], ((0, size), (0, 0)))
+    return lax.dynamic_slice_in_dim(padded, first, size)
+
+
+def _fetched(
+    scores: _Scores | None, chosen: Sequence[int], texts: Sequence[TokenTexts | None]
+) -> list[TokenLogprobs | None]:
+    if scores is None:
+        return [None] * len(chosen)
+    found = jax.device_get(scores.found)
+    tokens = chosen if scores.tokens is None else scores.tokens
+    return [
+        None
+        if count is None
+        else TokenLogprobs(
+            token,
+            float(found.chosen[row]),
+            int(found.rank[row]),
+            # Copies: a view would keep what the whole batch has found.
+            found.token_ids[row, :count].copy(),
+            found.logprobs[row, :count].copy(),
+            text,
+        )
+        for row, (token, count, text) in enumerate(zip(tokens, scores.counts, texts, strict=True))
+    ]

@@ -1,0 +1,1 @@
+"""Options of an engine, and what they come to for a model on a machine."""

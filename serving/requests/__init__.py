@@ -1,0 +1,1 @@
+"""Requests: prompts and parameters in, outputs and streams out."""
