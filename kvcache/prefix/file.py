@@ -115,7 +115,7 @@ def write_prefix(
     leaves a file beside `path` whose name starts with "." and the name of `path`.
 
     Args:
-        path: the file, replaced if it exists.
+        path: the file, replaced if it exists; anything but a regular file is refused.
         description: what the rows are.
         token_ids: the tokens of the prefix, int32.
         blocks: rows and index keys in position order. All have as many tokens as the first, the
@@ -139,7 +139,13 @@ def write_prefix(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, which takes the place of `path` when the block ends without an exception."""
+    """A new file, which takes the place of `path` when the block ends without an exception.
+
+    A symbolic link stays, and what it leads to is replaced.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file, and so not replaced", str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "No such directory", str(path.parent))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

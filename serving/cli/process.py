@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 STANDARD = "-"
@@ -21,6 +21,8 @@ _PACKAGES = ("serving", "glm53", "kvcache", "pallas_kernels")
 _INTERRUPTED, _TERMINATED, _NO_READER = (
     128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 )
+
+_RAISED_AGAIN_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ def exit_code_of(run: Callable[[], int]) -> int:
     """
     _occupy_standard_streams()
     try:
-        with _logs(), _terminable(), _flushed_standard_output():
+        with _logs(), _flushed_standard_output():
             return run()
     except _Terminated:
         return _end(_TERMINATED, "terminated")
@@ -58,6 +60,44 @@ def exit_code_of(run: Callable[[], int]) -> int:
         return _NO_READER
     except Exception as error:
         return _end(2, _message(error) or f"failed unexpectedly: {type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def raising_signals(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Has signals raise what `exit_code_of` knows, so that what is written is whole.
+
+    Python only prints an exception that a handler raises in a callback, such as jax's of the
+    garbage collector. So it is raised again every second until it is being dealt with.
+
+    Args:
+        numbers: SIGINT, SIGTERM or both.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        raise_last()
+
+    def raise_last() -> None:
+        signal.setitimer(signal.ITIMER_REAL, _RAISED_AGAIN_SECONDS)
+        raise _Terminated if received[-1] == signal.SIGTERM else KeyboardInterrupt
+
+    def remind(*_: object) -> None:
+        if _is_ending(sys.exception()):
+            signal.setitimer(signal.ITIMER_REAL, _RAISED_AGAIN_SECONDS)
+        else:
+            raise_last()
+
+    before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGALRM)}
+    signal.signal(signal.SIGALRM, remind)
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -99,6 +139,13 @@ def open_standard_input() -> BinaryIO:
     return open(sys.stdin.fileno(), "rb", closefd=False)
 
 
+def _is_ending(error: BaseException | None) -> bool:
+    """Whether an exception that is being handled comes from a signal."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
 def _message(error: Exception) -> str | None:
     """The line for a user, None for an exception that nobody expects."""
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
@@ -131,22 +178,6 @@ def _flushed_standard_output() -> Iterator[None]:
     except OSError:
         _discard_standard_output()
         raise
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Has SIGTERM raise, so that what is written is whole, unless the process ignores it."""
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -106,6 +106,7 @@ class SharedEngine:
             for place, (request, num_tokens) in list(active.items()):
                 if request.finished:
                     del active[place]
+                    _note_interruption(request)
                 elif stream and request.num_output_tokens > num_tokens:
                     active[place] = _Active(request, request.num_output_tokens)
                 else:
@@ -172,6 +173,16 @@ def _outputs(
         left = engine()
         if left is not None:
             left.abandon([one.request for one in active.values()])
+
+
+def _note_interruption(request: Request) -> None:
+    """Fails a request that an interruption of another call has ended."""
+    if any(part.finish_reason == "abort" for part in request.continuations):
+        request.error = request.error or RuntimeError(
+            "a step was interrupted in another call, and the rows of this request are lost: submit "
+            "it again"
+        )
+        request.step_failed = True
 
 
 def _raise_failure(request: Request, on_error: OnError | None) -> None:

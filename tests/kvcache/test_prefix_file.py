@@ -1,5 +1,6 @@
 import gc
 import json
+import os
 import tracemalloc
 import weakref
 import zipfile
@@ -219,6 +220,20 @@ def test_stands_under_its_name_when_whole(path: Path) -> None:
 
     write_prefix(path, DESCRIPTION, TOKENS, watching())
     with PrefixReader(path) as reader:
+        assert same(reader.blocks(), BLOCKS)
+
+
+def test_what_stands_under_its_name(path: Path) -> None:
+    """A device or a pipe that becomes a regular file, or a link that loses what it leads to."""
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="Not a regular file"):
+        write_sample(path)
+    assert path.is_fifo()
+    link = path.with_name("link")
+    link.symlink_to("target")
+    write_sample(link)
+    assert link.is_symlink() and not link.with_name("target").is_symlink()
+    with PrefixReader(link) as reader:
         assert same(reader.blocks(), BLOCKS)
 
 

@@ -2,12 +2,15 @@
 
 import argparse
 import errno
+import gc
 import importlib.metadata
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 
 from glm53 import LLM, RequestOutput, SamplingParams
-from serving.cli import batch, convert, generate, info, main
+from serving.cli import batch, convert, generate, info, main, process
 from serving.requests.outputs import CompletionOutput
 
 
@@ -377,3 +380,34 @@ def test_platform_whose_plugin_is_missing(
         captured = capsys.readouterr()
         assert captured.err.startswith("glm53: jax has no device with JAX_PLATFORMS=cpu: set JAX")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_in_a_callback(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal whose exception Python only prints, and which the command survives."""
+    monkeypatch.setattr(process, "_RAISED_AGAIN_SECONDS", 0.05)
+    before = signal.getsignal(number)
+
+    def callback(*_: Any) -> None:
+        gc.callbacks.remove(callback)
+        signal.raise_signal(number)
+
+    with pytest.raises(KeyboardInterrupt), process.raising_signals([number]):
+        gc.callbacks.append(callback)
+        gc.collect()
+        time.sleep(60)
+    assert signal.getsignal(number) is before
+
+
+def test_signal_while_another_is_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clean-up after a signal that is cut short by the same one."""
+    monkeypatch.setattr(process, "_RAISED_AGAIN_SECONDS", 0.01)
+    cleaned = []
+    with pytest.raises(KeyboardInterrupt), process.raising_signals([signal.SIGINT]):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            time.sleep(0.1)
+            cleaned.append(True)
+    assert cleaned

@@ -126,6 +126,31 @@ def test_turns(llm: LLM, expected: list[list[int]]) -> None:
     assert seen[-1] == 230
 
 
+def test_an_interruption_of_another_call(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs that an interruption has cut short, given as if they were whole."""
+    raising = llm.generate_iter(ids(90, 20), greedy(230), stream=True)
+    returning = llm.generate_iter(ids(91, 20), greedy(230), stream=True, on_error="return")
+    served = llm.serve([(ids(92, 20), greedy(230))], stream=True)
+    for iterator in (raising, returning, served):
+        next(iterator)
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelRunner, "launch_decode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(ids(1), greedy())
+    for iterator in (raising, served):
+        with pytest.raises(RuntimeError, match="interrupted in another call"):
+            next(iterator)
+    (_, output), *rest = returning
+    assert not rest and output.error is not None and "submit it again" in output.error
+    assert chosen(llm.generate(ids(1), greedy())[0]) == expected[1]
+
+
 def test_an_iterator_that_another_thread_closes(llm: LLM, expected: list[list[int]]) -> None:
     """Pages kept, or a step disturbed that is under way meanwhile."""
     iterators = [llm.generate_iter(ids(seed), greedy(100), stream=True) for seed in (91, 92)]
