@@ -311,10 +311,8 @@ class LLM:
         params = SamplingParams(temperature=0, max_tokens=1)
         request = self._read("prompt", prompt, params, "raise")
         assert isinstance(request, Request)
-        token_ids = request.continuations[0].token_ids
-        self._finish([request], use_tqdm=False, on_error="raise")
-        self._shared.run(partial(self._engine.export_prefix, token_ids, Path(path)))
-        return len(token_ids)
+        self._shared.export_prefix(request, Path(path))
+        return len(request.continuations[0].token_ids)
 
     def import_prefix(self, path: str | Path) -> int:
         """Puts a file's rows into the cache; prompts that begin with its tokens continue from them.

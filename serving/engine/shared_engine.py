@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from serving.engine.engine import Engine
@@ -115,6 +116,23 @@ class SharedEngine:
             return found
 
         return self.run(step)
+
+    def export_prefix(self, request: Request, path: Path) -> None:
+        """Runs a request and writes its prompt's rows, in one turn: pages may go between two.
+
+        Raises:
+            OSError: the file cannot be written.
+            Exception: whatever the request failed with.
+        """
+
+        def export() -> None:
+            self.engine.add(request)
+            while not request.finished:
+                self.engine.step()
+            _raise_failure(request, "raise")
+            self.engine.export_prefix(request.continuations[0].token_ids, path)
+
+        self.run(export)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Aborts requests as soon as that can be done without waiting."""

@@ -105,6 +105,23 @@ def test_threads_of_one_llm(llm: LLM, expected: list[list[int]]) -> None:
     run_threads(*(lambda seed=seed: generate(seed) for seed in range(3)), iterate, iterate, reset)
 
 
+def test_export_beside_a_thread_that_resets(llm: LLM, tmp_path: Path) -> None:
+    """Pages of a prompt that go between its last step and the export."""
+    exported = threading.Event()
+
+    def export() -> None:
+        for number in range(5):
+            assert llm.export_prefix(ids(95, 50), tmp_path / f"{number}") == 50
+        exported.set()
+
+    def reset() -> None:
+        while not exported.is_set():
+            llm.reset_prefix_cache()
+
+    run_threads(export, reset)
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+
+
 def test_turns(llm: LLM, expected: list[list[int]]) -> None:
     """A thread that gets no turn while another, which comes back at once, has work."""
     seen: list[int] = []
