@@ -302,11 +302,14 @@ class _Batch:
     def _read_request(self, line: Any, custom_id: str | None) -> APIRequest:
         if not isinstance(line, dict):
             raise RequestError(f"the line must be an object, got {reprlib.repr(line)}")
+        if "custom_id" not in line:
+            raise RequestError("custom_id is missing")
         if custom_id is None:
-            got = reprlib.repr(line["custom_id"]) if "custom_id" in line else "none"
-            raise RequestError(f"custom_id must be a string, got {got}")
+            raise RequestError(f"custom_id must be a string, got {reprlib.repr(line['custom_id'])}")
         if _digest(custom_id) in self._seen:
-            raise RequestError(f"custom_id {reprlib.repr(custom_id)} was there before")
+            raise RequestError(
+                f"custom_id {reprlib.repr(custom_id)} was already used on an earlier line"
+            )
         for name in line:
             if name not in _LINE_FIELDS:
                 raise RequestError(f"unknown field {reprlib.repr(name)} beside body")

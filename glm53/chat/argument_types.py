@@ -14,7 +14,7 @@ refers to nothing or to another document, or uses further keywords (`$anchor`, `
 import json
 import re
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Types = frozenset[str]
@@ -28,6 +28,12 @@ STRING: Types = frozenset({"string"})
 _CYCLE: Types = frozenset()
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _MAX_VISITS = 1_000  # Schemas looked at for one argument: references can multiply without end.
+
+_WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
+_NUMBER_START = re.compile(
+    r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?(?:(?<=[0-9])[ \t\n\r]+)?)?"
+)
+_MAX_UNDECIDED = 100  # Characters of an argument that can leave open whether it is a string.
 
 
 class ArgumentTypes:
@@ -168,6 +174,48 @@ def decode_argument(text: str, types: Types) -> tuple[Any, str]:
     except (ValueError, RecursionError):
         # Python reads more than JSON has: infinities, and halves of characters.
         return text, json.dumps(text, ensure_ascii=False)
+
+
+def starts_string(start: str, types: Types) -> bool | None:
+    """Returns whether an argument is known to be a string, verbatim, from its start.
+
+    So a string can be streamed. True means that `decode_argument` takes any text that begins with
+    `start` for a string, as it stands. The answer for a start is also that for all longer ones,
+    unless it is None.
+
+    Args:
+        start: The start of what stands between the value's tags.
+        types: The argument's types.
+
+    Returns:
+        True if it is a string whatever follows, False if only its end tells, and None if the next
+        characters may tell.
+    """
+    if types == STRING:
+        return True
+    if "string" not in types:
+        return False
+    seen = start[:_MAX_UNDECIDED].lstrip()
+    if seen.startswith(tuple(_openers(types))):
+        return False
+    words = [word for name, words in _WORDS.items() if name in types for word in words]
+    if (
+        not seen
+        or ({"integer", "number"} & types and _NUMBER_START.fullmatch(seen))
+        or any(word.startswith(seen) or word == seen.rstrip() for word in words)
+    ):
+        return None if len(start) < _MAX_UNDECIDED else False
+    return True
+
+
+def _openers(types: Types) -> Iterator[str]:
+    """Yields the characters that begin a value of which only the end tells whether it is JSON."""
+    if "object" in types:
+        yield "{"
+    if "array" in types:
+        yield "["
+    if types == ANY:
+        yield '"'
 
 
 def _read(text: str) -> Any:

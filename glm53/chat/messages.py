@@ -5,6 +5,8 @@ Taken alike wherever a conversation comes in:
 * Role `developer` is OpenAI's later name of `system`.
 * An assistant's reasoning is in `reasoning` or `reasoning_content`.
 * The arguments of a tool call are an object or its JSON text. Empty, null and absent mean none.
+* A tool call is such an object or, as `parse` returns it, a `ToolCall`. One that was broken off
+  becomes a whole one, with the arguments that it has.
 
 What the template would lose is refused: an image, an unknown role, an unknown field.
 """
@@ -13,6 +15,8 @@ import json
 import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+from glm53.chat.deltas import ToolCall
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # The template knows the first six; the others say who spoke, or link to sources.
@@ -82,6 +86,8 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    if isinstance(call, ToolCall):
+        return {"name": call.name, "arguments": call.arguments}
     fields = _present(call, where)
     if "function" in fields:
         fields["function"] = _function(fields["function"], f"{where}.function")
@@ -101,7 +107,9 @@ def _arguments(arguments: Any, where: str) -> Mapping[str, Any]:
         try:
             found = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON: {error}") from error
+            raise ValueError(
+                f"{where}: not JSON: {error}, got {reprlib.repr(arguments)}"
+            ) from error
     if found is None:
         return {}
     if not isinstance(found, Mapping):

@@ -77,7 +77,7 @@ def render(
         add_generation_prompt: Whether to open the assistant's next turn.
         continue_final_message: Whether the model is to go on with the last message, in its content
             or, if it is an assistant's without content, in its reasoning. It may have no tool calls
-            and be no tool's.
+            and be no tool's. An assistant's content is stripped, as the template does it.
         reasoning_effort: One of the model's effort levels; anything else means the highest.
         clear_thinking: Whether to leave out the reasoning of turns before the last user message;
             a bool, or None for what the model's template has.
@@ -99,8 +99,8 @@ def render(
             raise ValueError(f"{option}: expected a bool, got {value!r}")
     if add_generation_prompt and continue_final_message:
         raise ValueError(
-            "add_generation_prompt and continue_final_message are both true: the model begins a "
-            "turn or continues one"
+            "add_generation_prompt and continue_final_message are both true: to continue the last "
+            "message, pass add_generation_prompt=False"
         )
     if enable_thinking is not None and template.thinking_off is None:
         logger.warning("enable_thinking is ignored: %s always thinks", model)
@@ -252,9 +252,13 @@ def _assistant(message: Mapping[str, Any], where: str, empty: str, keep: bool, s
 
 def _check_open_end(messages: Sequence[Any], roles: Sequence[str]) -> None:
     """Refuses a last message that cannot be continued."""
-    if not roles or roles[-1] not in ("system", "user", "assistant"):
-        last = repr(roles[-1]) if roles else "missing"
-        raise ValueError(f"continue_final_message: the last message is {last}, not open at its end")
+    if not roles:
+        raise ValueError("continue_final_message: there is no message to continue")
+    if roles[-1] not in ("system", "user", "assistant"):
+        raise ValueError(
+            f"continue_final_message: the last message has role {roles[-1]!r}, which cannot be "
+            "continued"
+        )
     if messages[-1].get("tool_calls"):
         raise ValueError(
             f"continue_final_message: messages[{len(messages) - 1}].tool_calls end the message"

@@ -5,8 +5,9 @@ The output is `reasoning</think>content<tool_call>name<arg_key>key</arg_key><arg
 reasoning. The parser follows the text once, piece by piece, so every split of a text into pieces
 gives the same result, and `parse` is this parser fed one piece.
 
-Two guarantees hold for any text. No character is lost: what is not of a call's form is reasoning
-or content, verbatim. And what is malformed costs no well-formed call behind it.
+Two guarantees hold for any text. Nothing that a model says is lost: what is not of a call's form is
+reasoning or content, verbatim, but for the whitespace and the two tags that the decisions below
+drop. And what is malformed costs no well-formed call behind it.
 
 Decisions, where the format or SGLang 0.5.23 and vLLM 0.33.0 leave a choice:
 * Reasoning and content are verbatim, inner tags and whitespace included: a client that sends them
@@ -16,7 +17,8 @@ Decisions, where the format or SGLang 0.5.23 and vLLM 0.33.0 leave a choice:
 * Text after a tool call is content too.
 * `<tool_call>` begins a call if the name of a known tool and `<arg_key>` or `</tool_call>` follow,
   else it is text: within reasoning, content and calls alike. Without tools all tags are text.
-* A call inside reasoning ends the reasoning; a `</think>` after it is then dropped.
+* A `<think>` that repeats the prompt's is dropped. A call inside reasoning ends the reasoning; a
+  `</think>` after it is then dropped.
 * A function's name is stripped, a string argument never; `decode_argument` has the rules of types.
 * What has no place in a call (a key without a value, a value without a key, text between them) is
   content, tags included, and the call goes on.
@@ -29,18 +31,17 @@ Decisions, where the format or SGLang 0.5.23 and vLLM 0.33.0 leave a choice:
   `<arg_value>`, makes all of it the value; if the output ends without one, the value ended there.
 
 Strings are emitted as they grow, other arguments with their closing tag. Only what may still be
-read in two ways waits: part of a tag, a name, a key, and a value behind a doubtful end.
+read in two ways waits: part of a tag, a name, a key, a value behind a doubtful end, and the start
+of a value that may be a string or of another type, see `starts_string`.
 """
 
 import dataclasses
 import enum
-import functools
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from glm53.chat.argument_types import STRING, ArgumentTypes, decode_argument
+from glm53.chat.argument_types import ArgumentTypes, Types, decode_argument, starts_string
 from glm53.chat.deltas import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
 from glm53.chat.tags import (
     CALL_CLOSE,
@@ -52,8 +53,13 @@ from glm53.chat.tags import (
     THINK_OPEN,
     VALUE_CLOSE,
     VALUE_OPEN,
+    end_of_text,
+    tag_pattern,
 )
 from glm53.chat.tools import check_tools, tool_function
+
+_BEHIND_VALUE = (KEY_OPEN, CALL_CLOSE)
+"""Tags that follow a whole value; the end of the output may stand for one."""
 
 
 class _State(enum.Enum):
@@ -108,7 +114,7 @@ class StreamingParser:
         self._argument: list[str] = []  # Text of an argument from its <arg_key>, if not emitted.
         self._key = ""
         self._value: list[str] = []
-        self._streams = False  # Whether the open value is a string, emitted as it stands.
+        self._streams: bool | None = None  # Whether that is emitted as it comes: `starts_string`.
         self._doubtful: list[str] = []  # Text and tags of a value from its doubtful end.
         self._depth = 0  # Values opened and not closed in there.
         self._may_close = False  # Whether its last tag is an </arg_value>, to be told by the next.
@@ -124,11 +130,11 @@ class StreamingParser:
             self._buffer = self._buffer.removeprefix(THINK_OPEN)
             self._before_think_open = False
         start = 0
-        while tag := _pattern(self._tags()).search(self._buffer, start):
+        while tag := tag_pattern(self._tags()).search(self._buffer, start):
             self._take_text(self._buffer[start : tag.start()])
             self._take_tag(tag.group())
             start = tag.end()
-        end = _settled(self._buffer, start, self._tags())
+        end = end_of_text(self._buffer, start, self._tags())
         self._take_text(self._buffer[start:end])
         self._buffer = self._buffer[end:]
         return self._take_deltas()
@@ -288,15 +294,28 @@ class StreamingParser:
         self._stray = self._argument[place:]
         self._give_up_stray()
         self._argument = [*self._argument[:place], VALUE_OPEN]
-        self._value, self._state = [], _State.VALUE
-        self._streams = self._types[self.tool_calls[-1].name].of(self._key) == STRING
-        if self._streams:
-            self._emit_argument('"')
+        self._value, self._state, self._streams = [], _State.VALUE, None
+        self._stream_string()
 
     def _add_to_value(self, text: str) -> None:
+        """Adds text to the open value, which it may show to be a string."""
         self._value.append(text)
         if self._streams:
-            self._emit_call(None, json.dumps(text, ensure_ascii=False)[1:-1])
+            self._emit_string(text)
+        elif self._streams is None:
+            self._stream_string()
+
+    def _stream_string(self) -> None:
+        """Begins to emit the open value if what has come of it tells that it is a string."""
+        text = "".join(self._value)
+        self._streams = starts_string(text, self._value_types())
+        if self._streams:
+            self._emit_argument('"')
+            self._emit_string(text)
+
+    def _value_types(self) -> Types:
+        """Returns the types of the open value."""
+        return self._types[self.tool_calls[-1].name].of(self._key)
 
     def _end_value(self) -> None:
         """Adds an argument to the open call."""
@@ -305,7 +324,7 @@ class StreamingParser:
             call.arguments[self._key] = text
             self._emit_call(None, '"')
         else:
-            value, encoded = decode_argument(text, self._types[call.name].of(self._key))
+            value, encoded = decode_argument(text, self._value_types())
             self._emit_argument(encoded)
             call.arguments[self._key] = value
         self._argument, self._state = [], _State.ARGUMENTS
@@ -370,27 +389,11 @@ class StreamingParser:
         key = json.dumps(self._key, ensure_ascii=False)
         self._emit_call(None, f"{', ' if self.tool_calls[-1].arguments else '{'}{key}: {start}")
 
+    def _emit_string(self, text: str) -> None:
+        """Adds a delta of the newest call with more of a string."""
+        if text:
+            self._emit_call(None, json.dumps(text, ensure_ascii=False)[1:-1])
+
     def _emit_call(self, name: str | None, arguments: str) -> None:
         """Adds a delta of the newest call."""
         self._deltas.append(ToolCallDelta(len(self.tool_calls) - 1, name, arguments))
-
-
-_BEHIND_VALUE = (KEY_OPEN, CALL_CLOSE)
-"""Tags that follow a whole value; the end of the output may stand for one."""
-
-
-@functools.cache
-def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Returns what finds the first of some tags; with no tags it finds nothing."""
-    return re.compile("|".join(map(re.escape, tags)) or r"(?!)")
-
-
-def _settled(text: str, start: int, tags: tuple[str, ...]) -> int:
-    """Returns the end of the part of `text[start:]` that no tag can begin in.
-
-    No tag has a second "<", so only the last one can begin a tag that the text breaks off.
-    """
-    place = text.rfind("<", start)
-    if place >= 0 and any(tag.startswith(text[place:]) for tag in tags):
-        return place
-    return len(text)

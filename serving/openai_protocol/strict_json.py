@@ -27,7 +27,8 @@ def read_json(data: bytes | str) -> tuple[Any, str | None]:
         found = dict(pairs)
         if len(found) < len(pairs):
             key, count = collections.Counter(key for key, _ in pairs).most_common(1)[0]
-            faults.append(f"key {key!r} is there {count} times in one object")
+            times = "twice" if count == 2 else f"{count} times"
+            faults.append(f"key {key!r} appears {times} in one object")
         return found
 
     def read_int(text: str) -> int:
@@ -43,7 +44,7 @@ def read_json(data: bytes | str) -> tuple[Any, str | None]:
         return value
 
     def read_constant(name: str) -> None:
-        faults.append(f"{name} is no JSON value")
+        faults.append(f"{name} is not valid JSON")
 
     try:
         value = json.loads(

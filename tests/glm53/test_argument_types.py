@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm53.chat.argument_types import ANY, STRING, ArgumentTypes, decode_argument
+from glm53.chat.argument_types import (
+    ANY,
+    STRING,
+    ArgumentTypes,
+    Types,
+    decode_argument,
+    starts_string,
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,97 @@ def test_argument_types(text: str, schema: Any, value: Any) -> None:
     assert found == value
     assert type(found) is type(value)
     assert json.loads(encoded.encode()) == value
+
+
+OPTIONAL = frozenset({"string", "null"})
+OR_NUMBER = frozenset({"string", "integer", "number"})
+OR_LIST = frozenset({"string", "array"})
+
+
+@pytest.mark.parametrize(
+    ("start", "types", "known"),
+    [
+        ("", STRING, True),
+        ("nu", STRING, True),
+        ("", OPTIONAL, None),
+        (" \n", OPTIONAL, None),
+        ("O", OPTIONAL, True),
+        ("2", OPTIONAL, True),
+        ("t", OPTIONAL, True),
+        ("{", OPTIONAL, True),
+        ('"', OPTIONAL, True),
+        (" nul", OPTIONAL, None),
+        ("null ", OPTIONAL, None),
+        ("null a", OPTIONAL, True),
+        ("nul ", OPTIONAL, True),
+        ("nulla", OPTIONAL, True),
+        ("None", OPTIONAL, None),
+        ("Not", OPTIONAL, True),
+        ("-", OR_NUMBER, None),
+        ("- ", OR_NUMBER, True),
+        ("-I", OR_NUMBER, True),
+        ("12", OR_NUMBER, None),
+        ("12\n", OR_NUMBER, None),
+        ("12 a", OR_NUMBER, True),
+        ("1.", OR_NUMBER, None),
+        ("1. ", OR_NUMBER, True),
+        ("1.5e+", OR_NUMBER, None),
+        ("1.e", OR_NUMBER, True),
+        ("01", OR_NUMBER, True),
+        ("2024-", OR_NUMBER, True),
+        ("null", OR_NUMBER, True),
+        ("[", OR_NUMBER, True),
+        ("[", OR_LIST, False),
+        ("{", OR_LIST, True),
+        ("tru", ANY, None),
+        ("true", ANY, None),
+        ("trust", ANY, True),
+        ("\u00a0Fals", ANY, None),
+        ("1", ANY, None),
+        ("a", ANY, True),
+        (' "', ANY, False),
+        ("{", ANY, False),
+        ("", frozenset({"null"}), False),
+        ("a", frozenset({"null"}), False),
+        # What stays open for long is held to its end, so that it is not looked at for ever.
+        ("1" * 99, ANY, None),
+        ("1" * 100, ANY, False),
+        (" " * 200 + "a", OPTIONAL, False),
+        (" " * 99 + "a", OPTIONAL, True),
+    ],
+    ids=lambda part: repr(sorted(part) if isinstance(part, frozenset) else part)[:40],
+)
+def test_start_of_a_string(start: str, types: Types, known: bool | None) -> None:
+    """A string that is held back, or streamed before it is known to be one."""
+    assert starts_string(start, types) is known
+
+
+VALUES = st.lists(
+    st.sampled_from(
+        [*'01 \n-+.eE"{}[]', "\u00a0", "null", "None", "true", "False", "nu", "NaN", "-Infinity"]
+    )
+    | st.text(max_size=3)
+    | st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner),
+        max_leaves=3,
+    ).map(json.dumps),
+    max_size=5,
+).map("".join)
+TYPES = st.sampled_from([STRING, OPTIONAL, OR_NUMBER, OR_LIST, ANY]) | st.frozensets(
+    st.sampled_from(sorted(ANY)), min_size=1
+)
+
+
+@given(text=VALUES | st.from_regex(r"[ \n]{0,120}-?[0-9]{0,120}", fullmatch=True), types=TYPES)
+def test_what_starts_a_string_is_one(text: str, types: Types) -> None:
+    """A streamed start that turns out to be of another type, or an answer that changes."""
+    answers = [starts_string(text[:end], types) for end in range(len(text) + 1)]
+    known = [answer for answer in answers if answer is not None]
+    assert answers == [None] * (len(answers) - len(known)) + known
+    assert len(set(known)) <= 1
+    if True in known:
+        assert decode_argument(text, types) == (text, json.dumps(text, ensure_ascii=False))
 
 
 COLOR = {"type": "string", "enum": ["1", "2"]}

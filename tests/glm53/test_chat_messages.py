@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from glm53.chat import read_messages, render
+from glm53.chat import parse, read_messages, render
 
 USER = {"role": "user", "content": "q"}
+STRING_CITY = {"city": {"type": "string"}}
 CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>"
 
 
@@ -36,6 +37,25 @@ def test_messages_become_those_of_the_template() -> None:
         "<|observation|><tool_response>rain</tool_response>"
     )
     assert messages == before
+
+
+@pytest.mark.parametrize("end", ["</arg_value></tool_call>", ""])
+@pytest.mark.parametrize("start", ["r</think>c", "r</think>", "</think>"])
+def test_parsed_messages_go_back_into_the_conversation(start: str, end: str) -> None:
+    """A model's own output, whole or broken off, that is refused or renders otherwise."""
+    text = start + CALL.removesuffix("</arg_value></tool_call>")
+    parsed = parse(text + end, [{"name": "weather", "parameters": {"properties": STRING_CITY}}])
+    assert parsed.tool_calls[0].complete == bool(end)
+    message = {
+        "role": "assistant",
+        "content": parsed.content,
+        "reasoning": parsed.reasoning,
+        "tool_calls": parsed.tool_calls,
+    }
+    prompt = render([USER], add_generation_prompt=True)
+    assert render(read_messages([USER, message])) == f"{prompt}{text}</arg_value></tool_call>"
+    without = {**message, "tool_calls": parse(start).tool_calls}
+    assert render(read_messages([USER, without])) == prompt + start
 
 
 @pytest.mark.parametrize(
@@ -124,10 +144,19 @@ def test_parts_that_the_model_cannot_read(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ({"arguments": "{"}, ".arguments: not JSON"),
+        (
+            {"arguments": "{'city': 1}"},
+            ".arguments: not JSON: Expecting property name enclosed in double quotes: "
+            "line 1 column 2 (char 1), got \"{'city': 1}\"",
+        ),
         ({"arguments": "[" * 100_000}, ".arguments: not JSON"),
         ({"arguments": "[1]"}, ".arguments must be an object or its JSON, got '[1]'"),
         ({"arguments": [1]}, ".arguments must be an object or its JSON, got [1]"),
+        (
+            {"arguments": "Oslo " * 1000},
+            ".arguments: not JSON: Expecting value: line 1 column 1 (char 0), "
+            "got 'Oslo Oslo Os...lo Oslo Oslo '",
+        ),
         (5, " must be an object, got 5"),
     ],
 )

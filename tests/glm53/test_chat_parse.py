@@ -127,6 +127,11 @@ def completed(arguments: str, **options: Any) -> tuple[Any, bool]:
     raise AssertionError(f"{arguments!r} begins no JSON object")
 
 
+def arguments_of(deltas: Iterable[Delta]) -> str:
+    """Returns the JSON text of all calls' arguments, joined."""
+    return "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta))
+
+
 def stream(pieces: Iterable[str], tools: list[Any] | None, **options: Any) -> Iterator[Delta]:
     """Yields the deltas of an output given in pieces."""
     parser = StreamingParser(tools, **options)
@@ -185,6 +190,7 @@ PARTS = [
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("now", "typed", "get_weather", "no_such", "s", "i", "any", "city", "o"),
     *("<", "/", ">", "</", "tool_call", " ", "\n", "a", "é", "1", "-2.5", "true", "None", '"', "{"),
+    *("u", "nul", "12 ", "."),
     *('["x", 1]', "NaN", "1e999", '["\\ud800"]', "text with words"),
 ]
 TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=40).map("".join)
@@ -192,7 +198,7 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=40).map(
 
 def calls_of(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     """Returns calls that are well-formed but for what their values hold."""
-    pair = st.tuples(st.sampled_from(["s", "i", "os", "any", "o"]), values).map(
+    pair = st.tuples(st.sampled_from(["s", "i", "os", "any", "u", "o"]), values).map(
         lambda pair: f"<arg_key>{pair[0]}</arg_key><arg_value>{pair[1]}</arg_value>"
     )
     body = st.lists(pair, max_size=3).map("".join)
@@ -217,8 +223,9 @@ def test_any_text_in_any_split(pieces: list[str], tools: list[Any] | None, reaso
     options = {"starts_in_reasoning": reasoning}
     text = "".join(pieces)
     expected = whole(text, tools, **options)
-    assert joined(stream(pieces, tools, **options)) == expected
-    assert joined(stream(text, tools, **options)) == expected
+    deltas = [list(stream(parts, tools, **options)) for parts in (pieces, text, [text])]
+    assert all(joined(each) == expected for each in deltas)
+    assert arguments_of(deltas[0]) == arguments_of(deltas[1]) == arguments_of(deltas[2])
 
 
 @given(text=OUTPUTS, place=st.integers(0, 200))
@@ -373,6 +380,10 @@ def test_text_with_tags_before_a_call(text: str, reasoning: bool) -> None:
         ("<arg_key>i</arg_key><arg_value>1</arg_value>", None, {"i": 1}),
         ("<arg_key>s</arg_key><arg_value>a", None, {"s": "a"}),
         ("<arg_key>i</arg_key> <arg_value>1", "<arg_key>i</arg_key><arg_value>1", {}),
+        ("<arg_key>os</arg_key><arg_value>nulla", None, {"os": "nulla"}),
+        ("<arg_key>os</arg_key><arg_value>nul", "<arg_key>os</arg_key><arg_value>nul", {}),
+        ("<arg_key>any</arg_key><arg_value>a b", None, {"any": "a b"}),
+        ("<arg_key>any</arg_key><arg_value>[a", "<arg_key>any</arg_key><arg_value>[a", {}),
         ("<arg_key>i</arg_", "<arg_key>i</arg_", {}),
         ("<arg_key>i</arg_key>x", "<arg_key>i</arg_key>x", {}),
     ],
@@ -437,6 +448,51 @@ def test_strings_are_emitted_as_they_grow() -> None:
         ToolCallDelta(0, None, "}"),
     ]
     assert parser.tool_calls == [ToolCall("typed", {"s": file})]
+
+
+# Values, and the most characters of each that wait for what tells their type.
+OPTIONAL_STRINGS = {
+    'Say "hello" to all\nof them.': 0,
+    "31 apples": 0,
+    '{"a": 1} is an object': 0,
+    "nulls and ones": 4,
+    "None of them": 5,
+}
+STRINGS_OF_ANY_TYPE = {
+    "Say hello to all of them.": 0,
+    "the whole": 1,
+    "31 apples": 3,
+    "2026-05-01": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, OPTIONAL_STRINGS),
+        ({"type": ["string", "null"]}, OPTIONAL_STRINGS),
+        ({}, STRINGS_OF_ANY_TYPE),
+        (None, STRINGS_OF_ANY_TYPE),
+    ],
+)
+def test_strings_are_emitted_where_other_types_may_stand(
+    schema: Any, values: dict[str, int]
+) -> None:
+    """An optional string that is held back though nothing else can come of it."""
+    function = {} if schema is None else {"parameters": {"properties": {"x": schema}}}
+    for value, most_held in values.items():
+        parser = StreamingParser([{"name": "f", **function}], starts_in_reasoning=False)
+        parser.push("<tool_call>f<arg_key>x</arg_key><arg_value>")
+        sent, held = "", []
+        for end, character in enumerate(value, 1):
+            sent += arguments_of(parser.push(character))
+            string = json.loads(sent + '"}')["x"] if sent else ""
+            assert value.startswith(string)
+            held.append(end - len(string))
+        assert max(held) == most_held
+        assert held[-1] == 0
+        assert arguments_of(parser.push("</arg_value></tool_call>")) == '"}'
+        assert parser.tool_calls == [ToolCall("f", {"x": value})]
 
 
 def test_arguments_are_emitted_one_by_one() -> None:

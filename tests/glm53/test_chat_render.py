@@ -185,7 +185,7 @@ def test_malformed_tool(tools: Any, message: str) -> None:
         ({"enable_thinking": 0}, "enable_thinking: expected a bool, got 0"),
         (
             {"add_generation_prompt": True, "continue_final_message": True},
-            "add_generation_prompt and continue_final_message are both true",
+            "are both true: to continue the last message, pass add_generation_prompt=False",
         ),
     ],
 )
@@ -200,7 +200,8 @@ def test_wrong_option(options: dict[str, Any], message: str) -> None:
     [
         ("glm-5.3", {}, USER, "<|user|>q"),
         ("glm-5.3", {}, {"role": "system", "content": "s"}, "<|system|>s"),
-        ("glm-5.3", {}, assistant("So "), "<|assistant|><think></think>So"),
+        ("glm-5.3", {}, {"role": "user", "content": " q \n"}, "<|user|> q \n"),
+        ("glm-5.3", {}, assistant(" So \n"), "<|assistant|><think></think>So"),
         ("glm-5.3", {}, assistant("So", reasoning_content="r"), "<|assistant|><think>r</think>So"),
         ("glm-5.3", {}, assistant("", reasoning_content="r"), "<|assistant|><think>r</think>"),
         ("glm-5.3", {}, assistant(reasoning_content="r "), "<|assistant|><think>r "),
@@ -224,8 +225,8 @@ def test_last_message_that_the_model_continues(
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "the last message is missing"),
-        ([USER, tool("1")], "the last message is 'tool'"),
+        ([], "there is no message to continue"),
+        ([USER, tool("1")], "the last message has role 'tool', which cannot be continued"),
         ([USER, assistant("a", tool_calls=[CALL])], r"messages\[1\]\.tool_calls end the message"),
     ],
 )
