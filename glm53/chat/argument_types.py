@@ -27,7 +27,7 @@ STRING: Types = frozenset({"string"})
 
 _CYCLE: Types = frozenset()
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_MAX_VISITS = 1_000  # Schemas looked at for one argument: references can multiply without end.
+_MAX_VISITS = 5_000  # Schemas looked at for one argument: references can multiply without end.
 
 _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
 _NUMBER_START = re.compile(
@@ -50,13 +50,14 @@ class ArgumentTypes:
         if name not in self._known:
             self._num_visits = 0
             try:
-                self._known[name] = self._of_argument(self._root, name, frozenset()) or ANY
+                found = self._of_argument(self._root, name, frozenset())
+                self._known[name] = found or ANY
             except RecursionError:  # Thousands of schemas within each other.
                 self._known[name] = ANY
         return self._known[name]
 
-    def _of_argument(self, schema: Any, name: str, references: frozenset[str]) -> Types:
-        """Returns what an object's schema says of an argument.
+    def _of_argument(self, schema: Any, name: str, references: frozenset[str]) -> Types | None:
+        """Returns what an object's schema says of an argument, None if it has no such argument.
 
         Args:
             schema: The schema.
@@ -64,13 +65,13 @@ class ArgumentTypes:
             references: References that led here; one of them again is a cycle.
         """
         if not self._may_visit(schema):
-            return ANY
-        said = []
-        properties = schema.get("properties")
+            return None
+        said: list[Types | None] = []
+        properties, others = schema.get("properties"), schema.get("additionalProperties")
         if isinstance(properties, Mapping) and name in properties:
             said.append(self._of(properties[name], frozenset()))
-        elif "patternProperties" not in schema:
-            said.append(self._of(schema.get("additionalProperties"), frozenset()))
+        elif isinstance(others, Mapping) and "patternProperties" not in schema:
+            said.append(self._of(others, frozenset()))
         if "$ref" in schema:
             reference = str(schema["$ref"])
             if reference in references:
@@ -82,8 +83,10 @@ class ArgumentTypes:
             alternatives = _parts(schema, keyword)
             found = [self._of_argument(part, name, references) for part in alternatives]
             # Of alternatives, those count that have such an argument.
-            said.append(frozenset().union(*(types for types in found if types != ANY)))
-        return _all_of(said)
+            having = [types for types in found if types is not None]
+            said.append(frozenset().union(*having) if having else None)
+        known = [types for types in said if types is not None]
+        return _all_of(known) if known else None
 
     def _of(self, schema: Any, references: frozenset[str]) -> Types:
         """Returns the types that a value's schema allows; see `_of_argument`."""
@@ -167,13 +170,10 @@ def decode_argument(text: str, types: Types) -> tuple[Any, str]:
         value = _unquoted(text, types)
     elif "string" in types and not _fits(value, types):
         value = text
-    try:
-        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        encoded.encode()
-        return value, encoded
-    except (ValueError, RecursionError):
-        # Python reads more than JSON has: infinities, and halves of characters.
+    encoded = _encode(value)
+    if encoded is None:
         return text, json.dumps(text, ensure_ascii=False)
+    return value, encoded
 
 
 def starts_string(start: str, types: Types) -> bool | None:
@@ -232,7 +232,19 @@ def _unquoted(text: str, types: Types) -> Any:
         return text
     held = _read(text)
     value = _read(held)
-    return value if "string" not in types and _fits(value, types) else held
+    fits = "string" not in types and _fits(value, types) and _encode(value) is not None
+    return value if fits else held
+
+
+def _encode(value: Any) -> str | None:
+    """Returns a value as JSON, None if it is something that Python reads and JSON does not have:
+    an infinity, or half a character."""
+    try:
+        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        encoded.encode()
+    except (ValueError, RecursionError):
+        return None
+    return encoded
 
 
 def _fits(value: Any, types: Types) -> bool:

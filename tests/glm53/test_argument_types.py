@@ -20,6 +20,7 @@ from glm53.chat.argument_types import (
     ("text", "schema", "value"),
     [
         ("42", {"type": ["string"]}, "42"),
+        ('"NaN"', {"type": "number"}, "NaN"),
         ("42", {"type": ["string", "null"]}, "42"),
         ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
         ("None", {"type": ["string", "null"]}, None),
@@ -190,6 +191,8 @@ MANY = {
         ({"$ref": "#/$defs/P", "$defs": {"P": {"properties": {"x": COLOR}}}}, STRING),
         ({"allOf": [{"properties": {"x": {"type": "number"}}}, {"type": "object"}]}, NUMBER),
         ({"oneOf": [{"properties": {"y": {}}}, {"properties": {"x": COLOR}}]}, STRING),
+        ({"anyOf": [{"properties": {"x": {}}}, {"properties": {"x": COLOR}}]}, ANY),
+        ({"properties": {"x": {"anyOf": [{"const": str(n)} for n in range(2000)]}}}, STRING),
         (
             {"anyOf": [{"properties": {"x": {"type": "null"}}}, {"properties": {"x": COLOR}}]},
             {"null", "string"},
