@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
+from glm53.terminal import terminal_columns
 from serving.batch import BatchCounts, count_requests, run_batch
 from serving.cli.options import add_engine_options, load_model
 from serving.cli.process import STANDARD, check_standard_output, open_standard_input
@@ -63,7 +64,7 @@ class _Progress:
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._start = self._logged = time.monotonic()
-        self._with_bar = sys.stderr.isatty()
+        self._with_bar = terminal_columns() > 0
         self._bar = tqdm(
             desc="Processed rows", unit=" rows", total=total, disable=not self._with_bar
         )
