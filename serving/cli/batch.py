@@ -48,14 +48,13 @@ def _run(options: argparse.Namespace) -> int:
         llm = load_model(options)
         logger.info("loaded %s in %.1f s", options.model, time.monotonic() - start)
         target = stack.enter_context(_open_target(options.output))
-        progress = stack.enter_context(contextlib.closing(_Progress(total)))
+        progress = stack.enter_context(_Progress(total))
         counts = run_batch(llm, source, target, _served_names(options.model), progress.update)
-    print(f"glm53: {progress.summary(counts)}", file=sys.stderr)
     return 1 if counts.failed else 0
 
 
-class _Progress:
-    """Rows so far, as a bar on a terminal and as log lines elsewhere.
+class _Progress(contextlib.AbstractContextManager):
+    """Rows so far, as a bar on a terminal and as log lines elsewhere, and a line however they end.
 
     Args:
         total: rows that there will be; None if that is not known.
@@ -63,6 +62,7 @@ class _Progress:
 
     def __init__(self, total: int | None) -> None:
         self._total = total
+        self._counts = BatchCounts()
         self._start = self._logged = time.monotonic()
         self._with_bar = terminal_columns() > 0
         self._bar = tqdm(
@@ -71,15 +71,19 @@ class _Progress:
 
     def update(self, counts: BatchCounts) -> None:
         """Shows another row."""
+        self._counts = counts
         self._bar.update()
         now = time.monotonic()
         if not self._with_bar and now - self._logged >= _SECONDS_BETWEEN_LOGS:
             self._logged = now
-            logger.info("%s", self.summary(counts))
+            logger.info("%s", self._summary())
 
-    def summary(self, counts: BatchCounts) -> str:
-        """A line about the rows so far."""
-        seconds = time.monotonic() - self._start
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        print(f"glm53: {self._summary()}", file=sys.stderr)
+
+    def _summary(self) -> str:
+        counts, seconds = self._counts, time.monotonic() - self._start
         done = f"{counts.succeeded + counts.failed:,}"
         if self._total is not None:
             done += f" of {self._total:,}"
@@ -88,10 +92,6 @@ class _Progress:
             f"{counts.output_tokens:,} out; {seconds:.1f} s, "
             f"{counts.output_tokens / max(seconds, 1e-9):,.1f} tokens/s out"
         )
-
-    def close(self) -> None:
-        """Ends the bar."""
-        self._bar.close()
 
 
 def _served_names(model: str) -> list[str]:
