@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 from glm53 import chat
 from serving.cli.options import add_engine_options, load_model
-from serving.cli.process import STANDARD, check_standard_output, open_standard_input
+from serving.cli.process import (
+    STANDARD,
+    check_standard_output,
+    colours_wanted,
+    open_standard_input,
+)
 from serving.llm import LLM
 from serving.requests.reader import Prompt
 from serving.requests.sampling_params import SamplingParams
@@ -109,7 +114,7 @@ def _pieces(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
 
 def _print_answer(pieces: Iterator[str]) -> None:
     """Prints content on standard output and reasoning on standard error, dimmed on a terminal."""
-    before, after = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
+    before, after = (_DIM, _PLAIN) if sys.stderr.isatty() and colours_wanted() else ("", "")
     parser = chat.StreamingParser()
     line_ended = True
 

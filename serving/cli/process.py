@@ -88,6 +88,11 @@ def check_standard_output() -> None:
         raise OSError("standard output is closed")
 
 
+def colours_wanted() -> bool:
+    """Whether text on a terminal may be coloured or dimmed: see https://no-color.org."""
+    return not os.environ.get("NO_COLOR")
+
+
 def open_standard_input() -> BinaryIO:
     """Opens standard input for bytes.
 

@@ -146,7 +146,9 @@ def test_no_prompt(
 
 
 def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """The content goes to standard output, the reasoning to the other, dimmed on a terminal."""
+    """The content goes to standard output, the reasoning to the other, dimmed on a terminal,
+    unless the user wants no colours."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
     llm = use(monkeypatch, "I thi", "nk.</thi", "nk>It is", " so.")
     assert main(["generate", "--chat", "Is it?"]) == 0
     assert llm.asked == [
@@ -158,9 +160,12 @@ def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) ->
     assert main(["generate", "--chat", "Is it?", "--max-tokens", "5"]) == 0
     assert llm.asked[-1][1].max_tokens == 5
     assert terminal.getvalue() == "\x1b[2mI thi\x1b[0m\x1b[2mnk.\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["generate", "--chat", "Is it?"]) == 0
+    assert terminal.getvalue().endswith("\x1b[0m\nI think.\n")
     use(monkeypatch, "</think>", "Yes.")
     assert main(["generate", "--chat", "Is it?"]) == 0
-    assert capsys.readouterr().out == "It is so.\nYes.\n"
+    assert capsys.readouterr().out == "It is so.\nIt is so.\nYes.\n"
 
 
 def test_answer_that_stops_in_reasoning(
