@@ -15,7 +15,7 @@ from tqdm import tqdm
 from glm53.terminal import terminal_columns
 from serving.batch import BatchCounts, count_requests, run_batch
 from serving.cli.options import add_engine_options, load_model
-from serving.cli.process import STANDARD, check_standard_output, open_standard_input
+from serving.cli.process import STANDARD, check_standard_output, naming, open_standard_input
 from serving.options.engine_options import model_path
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,10 @@ def _open_source(name: str) -> BinaryIO:
     Raises:
         OSError: it is not there, or cannot be read.
     """
-    return open_standard_input() if name == STANDARD else open(name, "rb")
+    if name == STANDARD:
+        return open_standard_input()
+    with naming(f"input {name!r}"):
+        return open(name, "rb")
 
 
 def _is_file(source: BinaryIO) -> bool:
@@ -123,7 +126,8 @@ def _open_target(name: str) -> BinaryIO:
         OSError: it cannot be written.
     """
     if name != STANDARD:
-        return open(name, "wb", buffering=0)
+        with naming(f"output {name!r}"):
+            return open(name, "wb", buffering=0)
     return open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
 
 

@@ -10,6 +10,7 @@ from serving.cli.process import (
     STANDARD,
     check_standard_output,
     colours_wanted,
+    naming,
     open_standard_input,
 )
 from serving.llm import LLM
@@ -71,6 +72,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.text is None and sys.stdin is not None and sys.stdin.isatty():
         raise ValueError("give a text, or - for standard input")
     text = _read_standard_input() if options.text in (None, STANDARD) else options.text
+    if not text:
+        raise ValueError("the text is empty: give at least one character")
     max_tokens = options.max_tokens
     if max_tokens is None and not options.chat:
         max_tokens = _MAX_TOKENS
@@ -89,15 +92,16 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _read_standard_input() -> str:
-    """The prompt, less the line feed that ends it.
+    """The prompt, less a byte order mark before it and the line break, LF or CRLF, that ends it.
 
     Raises:
-        OSError: standard input is closed.
+        OSError: standard input is closed, or cannot be read.
         ValueError: it is not UTF-8.
     """
-    with open_standard_input() as source:
+    with naming("standard input"), open_standard_input() as source:
         try:
-            return source.read().decode("utf-8-sig").removesuffix("\n")
+            text = source.read().decode("utf-8-sig")
+            return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
         except UnicodeDecodeError as error:
             where = f"{error.reason} at byte {error.start}"
             raise ValueError(f"standard input is not UTF-8: {where}") from error

@@ -78,6 +78,21 @@ def starting(what: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Has the message of any OSError of the system begin with the file that it is about.
+
+    Args:
+        file: its role and name, as the user knows it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(f"{file}: {error.strerror}") from error
+
+
 def check_standard_output() -> None:
     """Checks that there is a standard output.
 
@@ -133,9 +148,11 @@ def _flushed_standard_output() -> Iterator[None]:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except OSError:
-        _discard_standard_output()
-        raise
+    except OSError as error:
+        fault = _discard_standard_output()
+        if fault is None or isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"standard output: {fault.strerror}") from error
 
 
 def _terminate(*_: object) -> None:
@@ -196,13 +213,15 @@ def _occupy_standard_streams() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - as long as the process
 
 
-def _discard_standard_output() -> None:
-    """Sends what standard output does not take to the null device."""
+def _discard_standard_output() -> OSError | None:
+    """Sends what standard output does not take to the null device; returns why, if that is so."""
     if sys.stdout is None:
-        return
+        return None
     try:
         sys.stdout.flush()
-    except OSError:
+        return None
+    except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
+        return error

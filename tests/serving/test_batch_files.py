@@ -76,6 +76,19 @@ def test_other_encodings(
     assert target.read_text() == "old"
 
 
+def test_input_that_cannot_be_read() -> None:
+    """A fault of the system that does not say where it is."""
+
+    class Broken(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            if self.tell():
+                raise OSError(errno.EIO, "Input/output error")
+            return super().readline(size)
+
+    with pytest.raises(OSError, match=r"^line 2 could not be read: Input/output error$"):
+        count_requests(Broken(b"".join(LINES)))
+
+
 # --- outputs that are full ---
 
 

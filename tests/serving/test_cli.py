@@ -1,7 +1,6 @@
 """The command line: what it prints, and how it ends."""
 
 import argparse
-import errno
 import importlib.metadata
 import io
 import logging
@@ -104,14 +103,16 @@ def test_sampling_options(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (b"two\nlines\n", "two\nlines"),
         ("\ufeffé\n\n".encode(), "é\n"),
-        (b"", ""),
+        (b"two\r\nlines\r\n", "two\r\nlines"),
+        (b"line\n\r\n", "line\n"),
+        (b"bar\r", "bar\r"),
     ],
 )
 @pytest.mark.parametrize("named", [["-"], []])
 def test_prompt_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: bytes, text: str, named: list[str]
 ) -> None:
-    """All of it, less the line feed that ends it."""
+    """All of it, less the line break that ends it."""
     llm = use(monkeypatch, "a")
     (tmp_path / "in").write_bytes(data)
     with open(tmp_path / "in") as stdin:
@@ -143,6 +144,29 @@ def test_no_prompt(
             assert main(["generate"]) == 2
             assert capsys.readouterr().err == f"glm53: {message}\n"
     assert not llm.asked
+
+
+@pytest.mark.parametrize("arguments", [[""], ["", "--chat"], ["-"], ["-", "--chat"]])
+def test_empty_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, arguments: list[str]
+) -> None:
+    """Refused before a model is loaded, alike with and without a conversation."""
+    monkeypatch.setattr("serving.cli.options.LLM", lambda *_, **__: pytest.fail("loaded"))
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["generate", *arguments]) == 2
+    assert capsys.readouterr().err == "glm53: the text is empty: give at least one character\n"
+
+
+def test_standard_input_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A message that does not say of what it is."""
+    monkeypatch.setattr("serving.cli.options.LLM", lambda *_, **__: pytest.fail("loaded"))
+    with open(tmp_path / "in", "w") as written:
+        monkeypatch.setattr(sys, "stdin", written)
+        assert main(["generate", "-"]) == 2
+    assert capsys.readouterr().err == "glm53: standard input: Bad file descriptor\n"
 
 
 def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -297,7 +321,7 @@ def test_output_that_is_lost(
     use(monkeypatch, "a", "b")
     with open("/dev/full", "w") as full:
         for stream, message in (
-            (full, f"[Errno {errno.ENOSPC}] No space left on device"),
+            (full, "standard output: No space left on device"),
             (None, "standard output is closed"),
         ):
             with monkeypatch.context() as patch:
