@@ -26,11 +26,14 @@ _SECONDS_BETWEEN_LOGS = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments."""
     parser.description = (
-        "Exit code: 0 if every row has a response, 1 if some have an error, 2 if the batch could "
-        "not be run to its end."
+        "Answers a file of requests in the OpenAI API's batch format: each line of the input gets "
+        "a row of the output, with a response or an error. Exit code: 0 if every row has a "
+        "response, 1 if some have an error, 2 if the batch could not be run to its end."
     )
-    parser.add_argument("input", help="JSON lines with requests; - is standard input")
-    parser.add_argument("output", help="where a row for each goes; - is standard output")
+    parser.add_argument("input", help="requests, as JSON lines; - is standard input")
+    parser.add_argument(
+        "output", help="file for the rows, which is overwritten; - is standard output"
+    )
     add_engine_options(parser)
     parser.set_defaults(run=_run)
 

@@ -9,8 +9,12 @@ from serving.options.engine_options import model_path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments."""
+    parser.description = (
+        "Writes a checkpoint in the other format: safetensors as orbax, or orbax as safetensors. "
+        "Every value keeps its bits; the config, the tokenizer and the chat template go along."
+    )
     parser.add_argument("source", help="checkpoint directory of either format, or 'tiny'")
-    parser.add_argument("destination", help="directory to make")
+    parser.add_argument("destination", help="directory to make, which must not exist")
     parser.set_defaults(run=_run)
 
 

@@ -31,31 +31,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "text",
         nargs="?",
-        help="the prompt; - is standard input (default: standard input, if it is no terminal)",
+        help="the prompt; - is standard input (default: standard input, unless it is a terminal)",
     )
     parser.add_argument("--chat", action="store_true", help="answer as an assistant (default: no)")
     parser.add_argument(
         "--max-tokens",
         type=int,
-        help="most tokens to generate "
-        f"(default: {_MAX_TOKENS}; with --chat as many as --max-model-len leaves)",
+        help="maximum number of tokens to generate "
+        f"(default: {_MAX_TOKENS}; with --chat, as many as --max-model-len leaves)",
     )
     parser.add_argument(
-        "--temperature", type=float, help="0 is greedy (default: the model's own, or 1)"
+        "--temperature",
+        type=float,
+        help="divides the logits; 0 is greedy (default: the model's own, or 1)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
-        help="keep the fewest most likely tokens with this much probability "
+        help="sample from the fewest most likely tokens with this much probability "
         "(default: the model's own, or 1)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
-        help="keep this many most likely tokens; 0 is all (default: the model's own, or 0)",
+        help="sample from this many most likely tokens; 0 is all (default: the model's own, or 0)",
     )
     parser.add_argument(
-        "--seed", type=int, help="makes the output repeatable (default: a new one each time)"
+        "--seed",
+        type=int,
+        help="seed of the sampling; the same one gives the same output "
+        "(default: a new one each time)",
     )
     parser.add_argument(
         "--stop",

@@ -13,21 +13,28 @@ from serving.options.model_info import MTP_LAYER, CacheSize, ModelInfo, model_in
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments."""
+    parser.description = (
+        "Shows a model's sizes, from its config alone: layers, parameters, and the bytes of its "
+        "weights and of a cached token. With --memory-gib, also what fits."
+    )
     parser.add_argument(
         "model", help="checkpoint directory, 'tiny', or the name of a preset such as glm-5.3"
     )
     parser.add_argument(
         "--memory-gib",
         type=float,
-        help="memory of each device, in GiB (default: none, and what fits is not told)",
+        help="memory per device, in GiB (if omitted, what fits is not reported)",
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="devices to shard over (default: %(default)s)"
+        "--devices",
+        type=int,
+        default=1,
+        help="number of devices to shard over (default: %(default)s)",
     )
     parser.add_argument(
         "--max-model-len",
         type=int,
-        help="length of a sequence, in tokens (default: the model's limit)",
+        help="maximum length of a sequence, in tokens (default: the model's limit)",
     )
     parser.set_defaults(run=_run)
 

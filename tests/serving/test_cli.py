@@ -205,12 +205,15 @@ def test_answer_that_stops_in_reasoning(
 
 
 @pytest.mark.parametrize("module", [generate, batch, convert, info])
-def test_help_tells_defaults(module: Any) -> None:
-    """Of each argument that may be left out, also where it follows from others."""
+def test_help(module: Any) -> None:
+    """What the command does, and the default of each argument that may be left out, also where it
+    follows from others."""
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     optional = [action for action in parser._actions if not action.required][1:]
-    assert all("(default: " in (action.help or "") for action in optional)
+    for action in optional:
+        assert "(default: " in str(action.help) or "(if omitted, " in str(action.help)
+    assert parser.description and not parser.description.startswith("Exit code")
     assert "None" not in parser.format_help()
 
 
