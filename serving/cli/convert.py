@@ -3,7 +3,7 @@
 import argparse
 
 from glm53.checkpoint import convert_checkpoint
-from serving.cli.process import starting
+from serving.cli.process import print_output, starting
 from serving.options.engine_options import model_path
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     with starting("converting"):
         done = convert_checkpoint(model_path(options.source), options.destination, use_tqdm=True)
-    print(
+    print_output(
         f"wrote {done.format} checkpoint {options.destination}: "
         f"{done.num_tensors:,} tensors, {done.num_bytes:,} bytes"
     )

@@ -12,6 +12,7 @@ from serving.cli.process import (
     colours_wanted,
     naming,
     open_standard_input,
+    print_output,
 )
 from serving.llm import LLM
 from serving.requests.reader import Prompt
@@ -91,8 +92,8 @@ def _run(options: argparse.Namespace) -> int:
         _print_answer(_pieces(llm, prompt, params))
     else:
         for piece in _pieces(llm, text, params):
-            print(piece, end="", flush=True)
-        print(flush=True)
+            print_output(piece, end="")
+        print_output()
     return 0
 
 
@@ -135,7 +136,7 @@ def _print_answer(pieces: Iterator[str]) -> None:
                 line_ended = False
             elif isinstance(delta, chat.ContentDelta):
                 end_line()
-                print(delta.text, end="", flush=True)
+                print_output(delta.text, end="")
 
     def end_line() -> None:
         nonlocal line_ended
@@ -147,4 +148,4 @@ def _print_answer(pieces: Iterator[str]) -> None:
         show(parser.push(piece))
     show(parser.finish())
     end_line()
-    print(flush=True)
+    print_output()

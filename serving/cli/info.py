@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from glm53.checkpoint.source import read_config
 from glm53.model.config import GLMConfig
 from glm53.model.presets import preset, preset_names
-from serving.cli.process import check_standard_output
+from serving.cli.process import check_standard_output, print_output
 from serving.options.engine_options import model_path
 from serving.options.model_info import MTP_LAYER, CacheSize, ModelInfo, model_info
 
@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace) -> int:
         max_model_len=options.max_model_len,
     )
     for part in (_architecture, _parameters, _weights, _caches):
-        print("\n".join(part(info)))
+        print_output("\n".join(part(info)))
     return 0
 
 

@@ -80,7 +80,7 @@ def starting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(file: str) -> Iterator[None]:
-    """Has the message of any OSError of the system begin with the file that it is about.
+    """Has any OSError of the system tell the file that it is about; its kind stays.
 
     Args:
         file: its role and name, as the user knows it.
@@ -90,7 +90,17 @@ def naming(file: str) -> Iterator[None]:
     except OSError as error:
         if error.strerror is None:
             raise
-        raise OSError(f"{file}: {error.strerror}") from error
+        raise OSError(error.errno, f"{file}: {error.strerror}") from error
+
+
+def print_output(text: str = "", end: str = "\n") -> None:
+    """Prints on standard output at once.
+
+    Raises:
+        OSError: it could not be written; names standard output.
+    """
+    with naming("standard output"):
+        print(text, end=end, flush=True)
 
 
 def check_standard_output() -> None:
@@ -125,6 +135,8 @@ def _message(error: Exception) -> str | None:
         return f"out of memory ({_first_line(error)}): {_OUT_OF_MEMORY}"
     if isinstance(error, ImportError):
         return f"{error}: install glm53 again, with its dependencies"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     if isinstance(error, StartError | ValueError | OSError | NotImplementedError):
         return str(error)
     return None
@@ -147,12 +159,11 @@ def _flushed_standard_output() -> Iterator[None]:
             yield
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()
-    except OSError as error:
-        fault = _discard_standard_output()
-        if fault is None or isinstance(error, BrokenPipeError):
-            raise
-        raise OSError(f"standard output: {fault.strerror}") from error
+                with naming("standard output"):
+                    sys.stdout.flush()
+    except OSError:
+        _discard_standard_output()
+        raise
 
 
 def _terminate(*_: object) -> None:
@@ -213,15 +224,13 @@ def _occupy_standard_streams() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - as long as the process
 
 
-def _discard_standard_output() -> OSError | None:
-    """Sends what standard output does not take to the null device; returns why, if that is so."""
+def _discard_standard_output() -> None:
+    """Sends what standard output does not take to the null device."""
     if sys.stdout is None:
-        return None
+        return
     try:
         sys.stdout.flush()
-        return None
-    except OSError as error:
+    except OSError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-        return error

@@ -322,9 +322,11 @@ def test_output_that_is_lost(
 ) -> None:
     """A standard output that is full or closed is no success, and ends with one line."""
     use(monkeypatch, "a", "b")
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w") as full, open("/dev/full", "w") as unbuffered:
+        unbuffered.reconfigure(write_through=True)  # As PYTHONUNBUFFERED does.
         for stream, message in (
             (full, "standard output: No space left on device"),
+            (unbuffered, "standard output: No space left on device"),
             (None, "standard output is closed"),
         ):
             with monkeypatch.context() as patch:
