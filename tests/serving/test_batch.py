@@ -540,10 +540,15 @@ def test_engine_failure(
     assert_one_row(files[1])
 
 
-def test_interruption(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control-C leaves whole rows."""
+def test_interruption(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Control-C leaves whole rows, and what was done is said."""
     use(monkeypatch, failing(KeyboardInterrupt()))
     assert main(["batch", *files]) == 130
+    summary, end = capsys.readouterr().err.splitlines()
+    assert summary.startswith("glm53: 1 of 3 rows, 0 with an error; ")
+    assert end == "glm53: interrupted"
     assert_one_row(files[1])
 
 

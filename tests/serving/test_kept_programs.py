@@ -4,6 +4,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from serving.engine import compile_notice as notices
 from serving.engine.compile_notice import compile_notice, without_compile_notices
 from serving.engine.engine import Engine
-from serving.engine.warm_up import keep_compiled_programs
+from serving.engine.warm_up import keep_compiled_programs, warm_up_programs
 from tests.full_disk import full_disk
 from tests.serving.toy_engine import finish, request, tokens, toy_options
 from tests.terminal import terminal
@@ -167,6 +169,27 @@ def test_notice_on_a_terminal_without_columns(
         with compile_notice("5 steps"):
             while not caplog.records:
                 pass
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("columns", [0, 80])
+def test_notice_of_a_warm_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, columns: int
+) -> None:
+    """A bar where none is shown and no notice instead, or both."""
+    monkeypatch.setattr(notices, "PATIENCE_SECONDS", 0.0)
+
+    def launch() -> None:
+        while not columns and not caplog.records:
+            pass
+
+    runner: Any = SimpleNamespace(programs=[("a", launch), ("b", launch)], synchronize=lambda: None)
+    with terminal(columns) as shown:
+        monkeypatch.setattr(sys, "stderr", shown.stream)
+        warm_up_programs(runner)
+        assert ("2/2" in shown.read()) == bool(columns)
+    said = [record.getMessage().partition(" (kept in")[0] for record in caplog.records]
+    assert said == ([] if columns else ["compiling 2 steps for first use"])
 
 
 def test_notice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
