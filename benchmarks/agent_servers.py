@@ -66,8 +66,8 @@ class EngineServer:
         return self._engine.scheduler.num_running
 
     @property
-    def parkings(self) -> int:
-        """Times that a sequence was parked."""
+    def preemptions(self) -> int:
+        """Times that a sequence was preempted."""
         return self._engine.scheduler.counters.parked
 
 
@@ -144,6 +144,6 @@ class SimulatedServer:
         return self._scheduler.num_running
 
     @property
-    def parkings(self) -> int:
-        """Times that a sequence was parked."""
+    def preemptions(self) -> int:
+        """Times that a sequence was preempted."""
         return self._scheduler.counters.parked

@@ -88,7 +88,7 @@ class Server(Protocol):
         ...
 
     @property
-    def parkings(self) -> int:
+    def preemptions(self) -> int:
         """How often one that was under way had to wait again."""
         ...
 
@@ -120,7 +120,7 @@ class Result:
         running: turns under way, mean over steps.
         most_running: the most of them in any step.
         reuse: prompt tokens that were found in the cache, over those of the turns before.
-        parkings: how often a turn under way had to wait again.
+        preemptions: how often a turn under way had to wait again.
         cut: it was stopped by the clock.
     """
 
@@ -131,7 +131,7 @@ class Result:
     running: float
     most_running: int
     reuse: float
-    parkings: int
+    preemptions: int
     cut: bool
 
 
@@ -204,7 +204,7 @@ def run_agents(
         for answer in server.step():
             answered.add(answer.agent)
             submit(answer.agent, answer.token_ids)
-    start, parkings = clock(), server.parkings
+    start, preemptions = clock(), server.preemptions
     ended: list[Answer] = []
     running: list[int] = []
     reused = reusable = 0
@@ -225,7 +225,7 @@ def run_agents(
         running=float(np.mean(running)),
         most_running=max(running),
         reuse=reused / reusable if reusable else 0.0,
-        parkings=server.parkings - parkings,
+        preemptions=server.preemptions - preemptions,
         cut=len(ended) < turns,
     )
 

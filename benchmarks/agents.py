@@ -28,10 +28,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks.agent_servers import EngineServer, SimulatedServer
 from benchmarks.agent_workload import AGENTS, Result, Times, Workload, run_agents
+from benchmarks.progress import show_progress
 from benchmarks.small_checkpoint import small_fields, write_checkpoint
 from glm53.checkpoint.source import read_config
 from glm53.model.kv_geometry import kv_geometry
@@ -174,7 +173,8 @@ def measure(
 def format_table(rows: Sequence[Row]) -> str:
     """The measurements in Markdown, with times where a model computed."""
     timed = _are_timed(rows)
-    head = ["policy", "agents", "running, mean", "most", "prompt found", "parked", "turns"]
+    head = ["policy", "agents", "running (mean)", "running (maximum)"]
+    head += ["prompt found", "preemptions", "turns"]
     if timed:
         head += ["output tokens/s", "first token, ms (90%)", "token, ms (90%)"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -186,7 +186,7 @@ def format_table(rows: Sequence[Row]) -> str:
             f"{result.running:.0f}",
             str(result.most_running),
             f"{result.reuse:.1%}",
-            str(result.parkings),
+            str(result.preemptions),
             f"{result.turns}{' (cut)' if result.cut else ''}",
         ]
         if timed:
@@ -195,6 +195,11 @@ def format_table(rows: Sequence[Row]) -> str:
             cells += [_spread(times.first_token_seconds), _spread(times.token_seconds)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _describe(row: Row) -> str:
+    result = row.result
+    return f"{row.kv_policy}, {result.concurrency} agents: {result.running:.0f} running (mean)"
 
 
 def _are_timed(rows: Sequence[Row]) -> bool:
@@ -221,15 +226,15 @@ def _median_first_token(result: Result) -> float:
 
 
 _COUNTED: Mapping[str, Callable[[Result], float]] = {
-    "requests that run, mean": lambda result: result.running,
+    "running requests (mean)": lambda result: result.running,
     "prompt tokens found in the cache, %": lambda result: 100 * result.reuse,
 }
 _SIMULATED = _COUNTED | {
-    "requests that run, most": lambda result: result.most_running,
-    "times that one was preempted": lambda result: result.parkings,
+    "running requests (maximum)": lambda result: result.most_running,
+    "preemptions": lambda result: result.preemptions,
 }
 _TIMED = _COUNTED | {
-    "output tokens a second": lambda result: result.output_tokens / _times(result).seconds,
+    "output tokens per second": lambda result: result.output_tokens / _times(result).seconds,
     "median time to first token, s": _median_first_token,
 }
 """Panels of a plot: a simulation has no times to draw."""
@@ -238,14 +243,23 @@ _TIMED = _COUNTED | {
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws what was counted, and timed where a model computed, against concurrency.
 
-    Measurements that were cut short have hollow markers; one without a turn has none.
+    A panel in which all is zero is left out. Measurements that were cut short have hollow markers;
+    one without a turn has none.
     """
     # Only here: it takes a second to import.
     from matplotlib.figure import Figure
 
-    panels = _TIMED if _are_timed(rows) else _SIMULATED
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    for axes, (title, value) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+    known = _TIMED if _are_timed(rows) else _SIMULATED
+    panels = {
+        title: value for title, value in known.items() if any(value(row.result) for row in rows)
+    }
+    columns = 2
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(11, 3.5 * lines), layout="constrained")
+    places = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in places[len(panels) :]:
+        axes.remove()
+    for axes, (title, value) in zip(places, panels.items(), strict=False):
         for kv_policy in POLICIES:
             results = [row.result for row in rows if row.kv_policy == kv_policy]
             agents = [result.concurrency for result in results]
@@ -260,6 +274,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
                     fillstyle="none" if result.cut else "full",
                 )
         axes.set(title=title, xlabel="agents", ylim=(0, None))
+        axes.set_xticks(sorted({row.result.concurrency for row in rows}))
         axes.legend()
     figure.savefig(path)
 
@@ -293,7 +308,7 @@ def main() -> None:
         found = measure(concurrency, 3, SCALED, _QUICK_PART, 30.0)
     else:
         found = measure(concurrency, 8, SCALED, 1, 120.0)
-    rows = list(tqdm(found, total=len(POLICIES) * len(concurrency), disable=None))
+    rows = list(show_progress(found, len(POLICIES) * len(concurrency), _describe))
     print(format_table(rows))
     if options.json:
         options.json.write_text(json.dumps(as_json(rows), indent=1))

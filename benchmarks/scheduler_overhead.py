@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks.decode_steps import DecodeSteps, IdleCache, simulated_cache
+from benchmarks.progress import show_progress
 
 CONTEXTS = (8192, 131_072, 1_048_576)
 SEQUENCES = (64, 256)
@@ -189,6 +189,10 @@ def format_turns(timings: Sequence[Timing]) -> str:
     return "\n".join(lines)
 
 
+def _describe(timing: Timing) -> str:
+    return f"{timing.sequences} sequences of {timing.context:,} tokens"
+
+
 def main() -> None:
     """Runs the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -200,7 +204,8 @@ def main() -> None:
     if options.repeats < _FEWEST_STEPS:
         parser.error(f"--repeats must be at least {_FEWEST_STEPS}, got {options.repeats}")
     cases = list(itertools.product(options.sequences, options.contexts))
-    timings = [measure(*case, options.repeats) for case in tqdm(cases, disable=None)]
+    runs = (measure(*case, options.repeats) for case in cases)
+    timings = list(show_progress(runs, len(cases), _describe))
     print(format_steps(timings), format_turns(timings), sep="\n\n")
     if options.json:
         rows = [dataclasses.asdict(timing) for timing in timings]

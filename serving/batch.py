@@ -102,7 +102,7 @@ def _numbered_lines(source: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
     """Lines that are not blank, with their numbers, from 1; None for one that is too long, which is
     not kept."""
     for number in itertools.count(1):
-        line = source.readline(MAX_LINE_BYTES + 1)
+        line = _read(source, number, MAX_LINE_BYTES + 1)
         if not line:
             return
         if number == 1:
@@ -113,10 +113,22 @@ def _numbered_lines(source: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             if line.strip():
                 yield number, line
             continue
-        while rest := source.readline(_SKIPPED_AT_ONCE):
+        while rest := _read(source, number, _SKIPPED_AT_ONCE):
             if rest.endswith(b"\n"):
                 break
         yield number, None
+
+
+def _read(source: BinaryIO, number: int, max_bytes: int) -> bytes:
+    """The rest of a line, or as much of it as that.
+
+    Raises:
+        OSError: it could not be read; names the line.
+    """
+    try:
+        return source.readline(max_bytes)
+    except OSError as error:
+        raise OSError(f"line {number} could not be read: {error.strerror}") from error
 
 
 def _check_encoding(start: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from glm53 import chat
 from kvcache import CacheCounters
 from kvcache.residency_view import view_sequence
-from serving.cli.process import exit_code_of
+from serving.cli.process import colours_wanted, exit_code_of
 from serving.engine.engine import Engine
 from serving.options.engine_options import BUILT_IN_MODEL, EngineOptions, model_path
 from serving.requests.request import Request
@@ -31,7 +31,12 @@ _LABEL_WIDTH = len("prompt 8,192")
 def main() -> int:
     """Asks for the facts planted furthest back and prints the answers beside the right ones."""
     parser = argparse.ArgumentParser(prog="python -m serving.demo", description=__doc__)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the strips here, as PNG")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the strips here, as PNG, SVG or PDF (default: not drawn)",
+    )
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options.plot))
 
@@ -49,7 +54,7 @@ def _run(plot: Path | None) -> int:
             model=BUILT_IN_MODEL, max_num_seqs=1, max_model_len=16384, device_pages=_DEVICE_PAGES
         )
     )
-    print("Compiling and reading the document. The first time this takes a minute or two.")
+    print("Reading the document.")
     parts = [
         (f"{needle['question']}", _ask(engine, document["text"], needle))
         for needle in needles[:_QUESTIONS]
@@ -82,13 +87,13 @@ def _ask(engine: Engine, document: str, needle: dict[str, Any]) -> list[Sample]:
     num_tokens = len(request.continuations[0].token_ids)
     pages = engine.runner.geometry.pages_for(num_tokens)
     print()
-    print(f"Prompt:    {num_tokens} tokens in {pages} pages; the device holds {_DEVICE_PAGES}")
-    print(f"Question:  {needle['question']} ({num_tokens - needle['depth_tokens']} tokens back)")
+    print(f"Prompt:    {num_tokens:,} tokens in {pages:,} pages; the device holds {_DEVICE_PAGES}")
+    print(f"Question:  {needle['question']} ({num_tokens - needle['depth_tokens']:,} tokens back)")
     strip = Strip(
         num_pages=engine.runner.geometry.pages_for(num_tokens + _MAX_TOKENS),
         width=shutil.get_terminal_size().columns,
         label_width=_LABEL_WIDTH,
-        colour=sys.stdout.isatty(),
+        colour=sys.stdout.isatty() and colours_wanted(),
     )
     print("\n".join(strip.legend()))
     start, samples = time.perf_counter(), []
@@ -99,7 +104,7 @@ def _ask(engine: Engine, document: str, needle: dict[str, Any]) -> list[Sample]:
     output = request.output()
     print(f"Answer:    {chat.parse(output.outputs[0].text).content}")
     print(f"Planted:   {needle['answer']}")
-    print(f"Cached:    {output.num_cached_tokens} tokens, from the question before")
+    print(f"Cached:    {_cached(output.num_cached_tokens)}")
     print(f"Rows read: {_rows_read(output.cache_counters)}")
     print(f"Time:      {seconds:.1f} s, compilation included")
     return samples
@@ -121,11 +126,15 @@ def _samples(engine: Engine, request: Request) -> Iterator[Sample]:
             yield Sample(f"answer {answered:5,}", view_sequence(cache, slot))
 
 
+def _cached(num_tokens: int) -> str:
+    return f"{num_tokens:,} tokens{', from the question before' if num_tokens else ''}"
+
+
 def _rows_read(counters: CacheCounters) -> str:
     return (
         f"{counters.resident_reads:,} resident, {counters.hot_reads:,} hot, "
         f"{counters.staged_reads:,} staged, {counters.host_reads:,} in host memory; "
-        f"{counters.cleaned_pages} pages went there"
+        f"pages moved to host memory: {counters.cleaned_pages:,}"
     )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from glm53.terminal import terminal_columns
 from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
 from serving.engine.metrics import LoopMetrics
@@ -373,7 +373,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Runs requests to the end, with a progress bar, and gives outputs in their order."""
         found: dict[int, RequestOutput] = {}
-        hidden = not (use_tqdm and sys.stderr.isatty())
+        hidden = not (use_tqdm and terminal_columns())
         running = contextlib.closing(self._shared.outputs(requests, False, on_error))
         progress = tqdm(total=len(requests), desc="Processed prompts", disable=hidden)
         num_read = num_written = 0

@@ -18,6 +18,8 @@ _NAMES = {
     _CACHED: "page in host memory, with rows in the row cache on the device",
     _HOST: "page in host memory alone",
 }
+_SHADES = "; the darker, the more rows"
+"""Meaning of the shades of a plot."""
 _BACKGROUNDS = {_HOST: 100, _CACHED: 43, _DEVICE: 44}
 """ANSI codes: bright black, yellow, blue."""
 _NO_COLOUR = "\x1b[0m"
@@ -111,7 +113,8 @@ def save_plot(parts: Sequence[tuple[str, Sequence[Sample]]], path: Path) -> None
     panels[-1].set_xlabel("page of the context")
     colours = _RGB | {_CACHED: tuple((_FEWEST_CACHED + _MOST_CACHED) // 2)}
     patches = [
-        Patch(color="#" + bytes(colours[kind]).hex(), label=name) for kind, name in _NAMES.items()
+        Patch(color="#" + bytes(colours[kind]).hex(), label=name)
+        for kind, name in (_NAMES | {_CACHED: _NAMES[_CACHED] + _SHADES}).items()
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path)

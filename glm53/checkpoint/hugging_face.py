@@ -8,7 +8,6 @@ themselves holds the tensor being read and the one being placed.
 import functools
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from glm53.jax_settings import own_jax_settings
 from glm53.model.config import GLMConfig
 from glm53.model.params import abstract_model
 from glm53.model.sharding import check_mesh, parameter_shardings
+from glm53.terminal import terminal_columns
 
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
@@ -147,7 +147,7 @@ def _fill(
     )
     last = ()
     problems = []
-    hidden = not (use_tqdm and sys.stderr.isatty())
+    hidden = not (use_tqdm and terminal_columns())
     for file, spec in tqdm(tensors, desc="Loading weights", unit="tensor", disable=hidden):
         try:
             value = file.read(spec.name)

@@ -5,7 +5,6 @@ The `safetensors` package has no NumPy dtype for e4m3, so files are written here
 
 import json
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from glm53.checkpoint.inventory import DTYPE_BYTES, TensorSpec, tensor_inventory
 from glm53.checkpoint.safetensors_file import DTYPES
 from glm53.model.config import GLMConfig
+from glm53.terminal import terminal_columns
 
 MOST_FILE_BYTES = 5_000_000_000
 """Size of a file, its header included; a tensor that is larger has a file of its own."""
@@ -45,7 +45,7 @@ def write_safetensors(
     arrays = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
     shards = _split(tensor_inventory(config))
     names = _file_names(len(shards))
-    hidden = not (use_tqdm and sys.stderr.isatty())
+    hidden = not (use_tqdm and terminal_columns())
     total = sum(len(shard) for shard in shards)
     with tqdm(total=total, desc="Writing weights", unit="tensor", disable=hidden) as progress:
         for name, shard in zip(names, shards, strict=True):

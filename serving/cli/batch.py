@@ -12,9 +12,10 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
+from glm53.terminal import terminal_columns
 from serving.batch import BatchCounts, count_requests, run_batch
 from serving.cli.options import add_engine_options, load_model
-from serving.cli.process import STANDARD, check_standard_output, open_standard_input
+from serving.cli.process import STANDARD, check_standard_output, naming, open_standard_input
 from serving.options.engine_options import model_path
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,14 @@ _SECONDS_BETWEEN_LOGS = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments."""
     parser.description = (
-        "Exit code: 0 if every row has a response, 1 if some have an error, 2 if the batch could "
-        "not be run to its end."
+        "Answers a file of requests in the OpenAI API's batch format: each line of the input gets "
+        "a row of the output, with a response or an error. Exit code: 0 if every row has a "
+        "response, 1 if some have an error, 2 if the batch could not be run to its end."
     )
-    parser.add_argument("input", help="JSON lines with requests; - is standard input")
-    parser.add_argument("output", help="where a row for each goes; - is standard output")
+    parser.add_argument("input", help="requests, as JSON lines; - is standard input")
+    parser.add_argument(
+        "output", help="file for the rows, which is overwritten; - is standard output"
+    )
     add_engine_options(parser)
     parser.set_defaults(run=_run)
 
@@ -47,14 +51,13 @@ def _run(options: argparse.Namespace) -> int:
         llm = load_model(options)
         logger.info("loaded %s in %.1f s", options.model, time.monotonic() - start)
         target = stack.enter_context(_open_target(options.output))
-        progress = stack.enter_context(contextlib.closing(_Progress(total)))
+        progress = stack.enter_context(_Progress(total))
         counts = run_batch(llm, source, target, _served_names(options.model), progress.update)
-    print(f"glm53: {progress.summary(counts)}", file=sys.stderr)
     return 1 if counts.failed else 0
 
 
-class _Progress:
-    """Rows so far, as a bar on a terminal and as log lines elsewhere.
+class _Progress(contextlib.AbstractContextManager):
+    """Rows so far, as a bar on a terminal and as log lines elsewhere, and a line however they end.
 
     Args:
         total: rows that there will be; None if that is not known.
@@ -62,23 +65,28 @@ class _Progress:
 
     def __init__(self, total: int | None) -> None:
         self._total = total
+        self._counts = BatchCounts()
         self._start = self._logged = time.monotonic()
-        self._with_bar = sys.stderr.isatty()
+        self._with_bar = terminal_columns() > 0
         self._bar = tqdm(
             desc="Processed rows", unit=" rows", total=total, disable=not self._with_bar
         )
 
     def update(self, counts: BatchCounts) -> None:
         """Shows another row."""
+        self._counts = counts
         self._bar.update()
         now = time.monotonic()
         if not self._with_bar and now - self._logged >= _SECONDS_BETWEEN_LOGS:
             self._logged = now
-            logger.info("%s", self.summary(counts))
+            logger.info("%s", self._summary())
 
-    def summary(self, counts: BatchCounts) -> str:
-        """A line about the rows so far."""
-        seconds = time.monotonic() - self._start
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        print(f"glm53: {self._summary()}", file=sys.stderr)
+
+    def _summary(self) -> str:
+        counts, seconds = self._counts, time.monotonic() - self._start
         done = f"{counts.succeeded + counts.failed:,}"
         if self._total is not None:
             done += f" of {self._total:,}"
@@ -87,10 +95,6 @@ class _Progress:
             f"{counts.output_tokens:,} out; {seconds:.1f} s, "
             f"{counts.output_tokens / max(seconds, 1e-9):,.1f} tokens/s out"
         )
-
-    def close(self) -> None:
-        """Ends the bar."""
-        self._bar.close()
 
 
 def _served_names(model: str) -> list[str]:
@@ -104,7 +108,10 @@ def _open_source(name: str) -> BinaryIO:
     Raises:
         OSError: it is not there, or cannot be read.
     """
-    return open_standard_input() if name == STANDARD else open(name, "rb")
+    if name == STANDARD:
+        return open_standard_input()
+    with naming(f"input {name!r}"):
+        return open(name, "rb")
 
 
 def _is_file(source: BinaryIO) -> bool:
@@ -122,7 +129,8 @@ def _open_target(name: str) -> BinaryIO:
         OSError: it cannot be written.
     """
     if name != STANDARD:
-        return open(name, "wb", buffering=0)
+        with naming(f"output {name!r}"):
+            return open(name, "wb", buffering=0)
     return open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
 
 

@@ -10,7 +10,7 @@ _COMMANDS = {
     "generate": "continue a text, or answer a question",
     "batch": "answer a file of requests in the OpenAI API's batch format",
     "convert": "convert a checkpoint from safetensors to orbax, or from orbax back",
-    "info": "tell a model's sizes and what fits in memory, from its config alone",
+    "info": "show a model's sizes and what fits in memory, from its config alone",
 }
 
 

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from glm53 import chat
 from serving.cli.options import add_engine_options, load_model
-from serving.cli.process import STANDARD, check_standard_output, open_standard_input
+from serving.cli.process import (
+    STANDARD,
+    check_standard_output,
+    colours_wanted,
+    naming,
+    open_standard_input,
+    print_output,
+)
 from serving.llm import LLM
 from serving.requests.reader import Prompt
 from serving.requests.sampling_params import SamplingParams
@@ -25,31 +32,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "text",
         nargs="?",
-        help="the prompt; - is standard input (default: standard input, if it is no terminal)",
+        help="the prompt; - is standard input (default: standard input, unless it is a terminal)",
     )
     parser.add_argument("--chat", action="store_true", help="answer as an assistant (default: no)")
     parser.add_argument(
         "--max-tokens",
         type=int,
-        help="most tokens to generate "
-        f"(default: {_MAX_TOKENS}; with --chat as many as --max-model-len leaves)",
+        help="maximum number of tokens to generate "
+        f"(default: {_MAX_TOKENS}; with --chat, as many as --max-model-len leaves)",
     )
     parser.add_argument(
-        "--temperature", type=float, help="0 is greedy (default: the model's own, or 1)"
+        "--temperature",
+        type=float,
+        help="divides the logits; 0 is greedy (default: the model's own, or 1)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
-        help="keep the fewest most likely tokens with this much probability "
+        help="sample from the fewest most likely tokens with this much probability "
         "(default: the model's own, or 1)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
-        help="keep this many most likely tokens; 0 is all (default: the model's own, or 0)",
+        help="sample from this many most likely tokens; 0 is all (default: the model's own, or 0)",
     )
     parser.add_argument(
-        "--seed", type=int, help="makes the output repeatable (default: a new one each time)"
+        "--seed",
+        type=int,
+        help="seed of the sampling; the same one gives the same output "
+        "(default: a new one each time)",
     )
     parser.add_argument(
         "--stop",
@@ -66,6 +78,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.text is None and sys.stdin is not None and sys.stdin.isatty():
         raise ValueError("give a text, or - for standard input")
     text = _read_standard_input() if options.text in (None, STANDARD) else options.text
+    if not text:
+        raise ValueError("the text is empty: give at least one character")
     max_tokens = options.max_tokens
     if max_tokens is None and not options.chat:
         max_tokens = _MAX_TOKENS
@@ -78,21 +92,22 @@ def _run(options: argparse.Namespace) -> int:
         _print_answer(_pieces(llm, prompt, params))
     else:
         for piece in _pieces(llm, text, params):
-            print(piece, end="", flush=True)
-        print(flush=True)
+            print_output(piece, end="")
+        print_output()
     return 0
 
 
 def _read_standard_input() -> str:
-    """The prompt, less the line feed that ends it.
+    """The prompt, less a byte order mark before it and the line break, LF or CRLF, that ends it.
 
     Raises:
-        OSError: standard input is closed.
+        OSError: standard input is closed, or cannot be read.
         ValueError: it is not UTF-8.
     """
-    with open_standard_input() as source:
+    with naming("standard input"), open_standard_input() as source:
         try:
-            return source.read().decode("utf-8-sig").removesuffix("\n")
+            text = source.read().decode("utf-8-sig")
+            return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
         except UnicodeDecodeError as error:
             where = f"{error.reason} at byte {error.start}"
             raise ValueError(f"standard input is not UTF-8: {where}") from error
@@ -109,7 +124,7 @@ def _pieces(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
 
 def _print_answer(pieces: Iterator[str]) -> None:
     """Prints content on standard output and reasoning on standard error, dimmed on a terminal."""
-    before, after = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
+    before, after = (_DIM, _PLAIN) if sys.stderr.isatty() and colours_wanted() else ("", "")
     parser = chat.StreamingParser()
     line_ended = True
 
@@ -121,7 +136,7 @@ def _print_answer(pieces: Iterator[str]) -> None:
                 line_ended = False
             elif isinstance(delta, chat.ContentDelta):
                 end_line()
-                print(delta.text, end="", flush=True)
+                print_output(delta.text, end="")
 
     def end_line() -> None:
         nonlocal line_ended
@@ -133,4 +148,4 @@ def _print_answer(pieces: Iterator[str]) -> None:
         show(parser.push(piece))
     show(parser.finish())
     end_line()
-    print(flush=True)
+    print_output()

@@ -6,28 +6,35 @@ from collections.abc import Iterator
 from glm53.checkpoint.source import read_config
 from glm53.model.config import GLMConfig
 from glm53.model.presets import preset, preset_names
-from serving.cli.process import check_standard_output
+from serving.cli.process import check_standard_output, print_output
 from serving.options.engine_options import model_path
 from serving.options.model_info import MTP_LAYER, CacheSize, ModelInfo, model_info
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments."""
+    parser.description = (
+        "Shows a model's sizes, from its config alone: layers, parameters, and the bytes of its "
+        "weights and of a cached token. With --memory-gib, also what fits."
+    )
     parser.add_argument(
         "model", help="checkpoint directory, 'tiny', or the name of a preset such as glm-5.3"
     )
     parser.add_argument(
         "--memory-gib",
         type=float,
-        help="memory of each device, in GiB (default: none, and what fits is not told)",
+        help="memory per device, in GiB (if omitted, what fits is not reported)",
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="devices to shard over (default: %(default)s)"
+        "--devices",
+        type=int,
+        default=1,
+        help="number of devices to shard over (default: %(default)s)",
     )
     parser.add_argument(
         "--max-model-len",
         type=int,
-        help="length of a sequence, in tokens (default: the model's limit)",
+        help="maximum length of a sequence, in tokens (default: the model's limit)",
     )
     parser.set_defaults(run=_run)
 
@@ -41,7 +48,7 @@ def _run(options: argparse.Namespace) -> int:
         max_model_len=options.max_model_len,
     )
     for part in (_architecture, _parameters, _weights, _caches):
-        print("\n".join(part(info)))
+        print_output("\n".join(part(info)))
     return 0
 
 

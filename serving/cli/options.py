@@ -11,22 +11,23 @@ from serving.options.engine_options import EngineOptions
 
 _HELP = {
     "model": "checkpoint directory, or the built-in 'tiny'",
-    "dtype": "of activations and unquantised weights; auto is the checkpoint's, and float32 on a "
-    "CPU",
-    "kv_cache_dtype": "of cached rows; auto is --dtype",
-    "max_model_len": "longest prompt and output, in tokens",
+    "dtype": "dtype of activations and unquantised weights; auto is the checkpoint's, and float32 "
+    "on a CPU",
+    "kv_cache_dtype": "dtype of cached rows; auto is --dtype",
+    "max_model_len": "maximum length of prompt and output together, in tokens",
     "latent_norm_eps": "epsilon of the latent norms",
-    "activation_quantization": "of what FP8 weights multiply; auto is fp8_1x128 for FP8 weights on "
-    "a GPU, else none",
-    "tensor_parallel_size": "devices to shard over",
-    "max_num_seqs": "most sequences that decode together",
-    "max_num_batched_tokens": "most prompt tokens of a step",
-    "enable_prefix_caching": "continue from what other requests have computed",
-    "device_pages": "pages of the store on the devices",
-    "host_memory_gib": "host memory for pages that the devices have no room for",
-    "kv_policy": "what may leave the devices",
-    "hot_rows": "rows of pages in host memory that a sequence keeps on each device",
-    "memory_fraction": "share of each device's memory for weights and store",
+    "activation_quantization": "quantisation of the activations that FP8 weights multiply; auto is "
+    "fp8_1x128 for FP8 weights on a GPU, else none",
+    "tensor_parallel_size": "number of devices to shard over",
+    "max_num_seqs": "maximum number of sequences decoded together",
+    "max_num_batched_tokens": "maximum prompt tokens per step",
+    "enable_prefix_caching": "reuse cached rows where a prompt begins like an earlier one",
+    "device_pages": "number of pages of the KV store on the devices",
+    "host_memory_gib": "host memory for pages that do not fit on the devices, in GiB",
+    "kv_policy": "hybrid also reads pages in host memory, swap moves whole sequences there, "
+    "resident keeps all pages on the devices",
+    "hot_rows": "rows of a sequence's pages in host memory that each device caches",
+    "memory_fraction": "fraction of each device's memory for weights and KV store",
 }
 _DERIVED = {
     "max_model_len": "the model's limit",

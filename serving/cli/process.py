@@ -118,6 +118,31 @@ def starting(what: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Has any OSError of the system tell the file that it is about; its kind stays.
+
+    Args:
+        file: its role and name, as the user knows it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(error.errno, f"{file}: {error.strerror}") from error
+
+
+def print_output(text: str = "", end: str = "\n") -> None:
+    """Prints on standard output at once.
+
+    Raises:
+        OSError: it could not be written; names standard output.
+    """
+    with naming("standard output"):
+        print(text, end=end, flush=True)
+
+
 def check_standard_output() -> None:
     """Checks that there is a standard output.
 
@@ -126,6 +151,11 @@ def check_standard_output() -> None:
     """
     if sys.stdout is None:
         raise OSError("standard output is closed")
+
+
+def colours_wanted() -> bool:
+    """Whether text on a terminal may be coloured or dimmed: see https://no-color.org."""
+    return not os.environ.get("NO_COLOR")
 
 
 def open_standard_input() -> BinaryIO:
@@ -152,6 +182,8 @@ def _message(error: Exception) -> str | None:
         return f"out of memory ({_first_line(error)}): {_OUT_OF_MEMORY}"
     if isinstance(error, ImportError):
         return f"{error}: install glm53 again, with its dependencies"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     if isinstance(error, StartError | ValueError | OSError | NotImplementedError):
         return str(error)
     return None
@@ -174,7 +206,8 @@ def _flushed_standard_output() -> Iterator[None]:
             yield
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()
+                with naming("standard output"):
+                    sys.stdout.flush()
     except OSError:
         _discard_standard_output()
         raise

@@ -3,12 +3,13 @@
 import contextlib
 import contextvars
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 
 import jax
 from tqdm import tqdm
+
+from glm53.terminal import terminal_columns
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,8 @@ _given = contextvars.ContextVar("given", default=False)
 
 @contextlib.contextmanager
 def compile_notice(what: str) -> Iterator[None]:
-    """Says what is compiled in the block, if that takes a while: a line that goes when the block
-    ends on a terminal, else a warning in the log. One within another says nothing.
+    """Says what is compiled in the block, if that takes a while: on a terminal, by a line that goes
+    when the block ends, else by a warning in the log. One within another says nothing.
 
     Args:
         what: what may have to be compiled.
@@ -53,11 +54,14 @@ def without_compile_notices() -> Iterator[None]:
 def _give(what: str, done: threading.Event) -> None:
     if done.wait(PATIENCE_SECONDS):
         return
-    text = f"compiling {what} for its first use{_where_kept()}"
-    if not sys.stderr.isatty():
-        logger.warning("%s", text)
+    text, place = f"compiling {what} for first use", _where_kept()
+    columns = terminal_columns()
+    if not columns:
+        logger.warning("%s%s", text, place)
         return
-    with tqdm(bar_format="{desc}: {elapsed}", desc=text, leave=False) as line:
+    if len(f"00:00 {text}{place}") < columns:
+        text += place
+    with tqdm(bar_format="{elapsed} {desc}", desc=text, leave=False) as line:
         while not done.wait(1):
             line.refresh()
 

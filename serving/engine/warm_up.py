@@ -2,12 +2,12 @@
 
 import logging
 import os
-import sys
 from pathlib import Path
 
 import jax
 from tqdm import tqdm
 
+from glm53.terminal import terminal_columns
 from pallas_kernels.common.jax_internals import keep_programs_whole
 from serving.engine.compile_notice import compile_notice, without_compile_notices
 from serving.engine.model_runner import ModelRunner
@@ -43,7 +43,7 @@ def keep_compiled_programs() -> None:
 def warm_up_programs(runner: ModelRunner) -> None:
     """Launches everything that serving may launch, on padding; shows progress on a terminal."""
     launches = runner.programs
-    on_terminal = sys.stderr.isatty()
+    on_terminal = terminal_columns() > 0
     notice = without_compile_notices() if on_terminal else compile_notice(f"{len(launches)} steps")
     with notice, tqdm(launches, desc="Compiling", disable=not on_terminal) as programs:
         for name, launch in programs:

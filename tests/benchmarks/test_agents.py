@@ -1,6 +1,8 @@
 """The benchmark of agents: what it counts, and what the policies come to without a model."""
 
+import dataclasses
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,11 @@ from benchmarks.agent_workload import (
     Workload,
     run_agents,
 )
+from benchmarks.progress import show_progress
 from kvcache import KVGeometry
 from pallas_kernels.common.row_format import RowFormat
 from serving.options.engine_options import KVPolicy
+from tests.terminal import terminal
 
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")
@@ -78,7 +82,7 @@ def test_agents_that_just_outnumber_both_tiers() -> None:
 class Scripted:
     """A server that answers each turn after two steps and finds a fixed part of it cached."""
 
-    num_running, parkings = 3, 0
+    num_running, preemptions = 3, 0
 
     def __init__(self) -> None:
         self.prompts: dict[int, list[list[int]]] = {}
@@ -127,7 +131,7 @@ def report_rows(times: Times | None) -> list[agents.Row]:
                 running=running,
                 most_running=9,
                 reuse=0.5,
-                parkings=4,
+                preemptions=4,
                 cut=concurrency > 4,
             ),
         )
@@ -148,10 +152,11 @@ def drawn(rows: list[agents.Row], path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert len(axes.get_lines()) == len(agents.POLICIES) + len(rows)
         hollow = [line.get_fillstyle() for line in axes.get_lines() if line.get_marker() == "o"]
         assert hollow.count("none") == sum(row.result.cut for row in rows)
+        assert list(axes.get_xticks()) == [4, 8]
     return {axes.get_title() for axes in figure.axes}
 
 
-COUNTED = {"requests that run, mean", "prompt tokens found in the cache, %"}
+COUNTED = {"running requests (mean)", "prompt tokens found in the cache, %"}
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +168,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[2].startswith("| resident | 4 | 2 | 9 | 50.0% | 4 | 10 | 20 | 200 (")
     assert "| 10 (cut) |" in lines[3]
     panels = drawn(rows, tmp_path / "plot.svg", monkeypatch)
-    assert panels == COUNTED | {"output tokens a second", "median time to first token, s"}
+    assert panels == COUNTED | {"output tokens per second", "median time to first token, s"}
 
 
 def test_report_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +176,30 @@ def test_report_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = simulate("hybrid", 2, turns_each=1)
     assert result.times is None
     rows = report_rows(None)
+    assert "| preemptions |" in agents.format_table(rows)
     head, _, first, *_ = agents.format_table(rows).splitlines()
     assert head.count("|") == first.count("|") == 8
     assert "ms" not in head and "tokens/s" not in head
     assert "seconds" not in str(agents.as_json(rows))
     panels = drawn(rows, tmp_path / "plot.svg", monkeypatch)
-    assert panels == COUNTED | {"requests that run, most", "times that one was preempted"}
+    assert panels == COUNTED | {"running requests (maximum)", "preemptions"}
+    calm = [
+        dataclasses.replace(row, result=dataclasses.replace(row.result, preemptions=0))
+        for row in rows
+    ]
+    assert drawn(calm, tmp_path / "plot.svg", monkeypatch) == panels - {"preemptions"}
     with pytest.raises(ValueError, match="a simulation has no times"):
-        agents._TIMED["output tokens a second"](result)
+        agents._TIMED["output tokens per second"](result)
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Minutes in which nothing is said: no bar on a terminal, or no line for each run elsewhere."""
+    assert list(show_progress(iter("ab"), 2, str.upper)) == ["a", "b"]
+    assert capsys.readouterr() == ("", "1 of 2: A\n2 of 2: B\n")
+    with terminal(80) as shown:
+        monkeypatch.setattr(sys, "stderr", shown.stream)
+        assert list(show_progress(iter("ab"), 2, str.upper)) == ["a", "b"]
+        assert "2/2" in shown.read() and "A" not in shown.text
 
 
 def test_no_turn_in_time() -> None:

@@ -545,10 +545,15 @@ def test_engine_failure(
     assert_one_row(files[1])
 
 
-def test_interruption(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control-C leaves whole rows."""
+def test_interruption(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Control-C leaves whole rows, and what was done is said."""
     use(monkeypatch, failing(KeyboardInterrupt()))
     assert main(["batch", *files]) == 130
+    summary, end = capsys.readouterr().err.splitlines()
+    assert summary.startswith("glm53: 1 of 3 rows, 0 with an error; ")
+    assert end == "glm53: interrupted"
     assert_one_row(files[1])
 
 
@@ -624,8 +629,8 @@ def test_standard_input_that_ends_at_once(
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        ("missing", "out", "missing"),
-        ("folder", "out", "folder"),
+        ("missing", "out", "missing': No such file or directory"),
+        ("folder", "out", "folder': Is a directory"),
         ("in.jsonl", "folder", "is a directory"),
         ("in.jsonl", "nowhere/out", "there is no directory"),
     ],
@@ -643,7 +648,9 @@ def test_files_that_cannot_be_opened(
     folder = Path(files[0]).parent
     (folder / "folder").mkdir()
     assert main(["batch", str(folder / source), str(folder / target)]) == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.startswith(("glm53: input '", "glm53: output '"))
     assert not (folder / "out").exists()
 
 
@@ -694,6 +701,7 @@ def test_reader_that_goes_away() -> None:
     with open(writer, "wb") as stdout:
         done = run_process(b"nope\n" * 3, stdout)
     assert done.returncode == 2
-    *logs, last = done.stderr.splitlines()
+    *logs, summary, last = done.stderr.splitlines()
+    assert summary.startswith(b"glm53: 0 rows, ")
     assert last == b"glm53: row 1 could not be written: Broken pipe"
     assert all(log.startswith(b"INFO ") for log in logs)

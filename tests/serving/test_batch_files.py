@@ -23,6 +23,7 @@ from glm53 import LLM, RequestOutput
 from serving.batch import BatchCounts, count_requests, run_batch
 from serving.cli import main
 from tests.serving.fake_llm import FakeLLM, answer, line, one_by_one
+from tests.terminal import terminal
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
@@ -73,6 +74,19 @@ def test_other_encodings(
     message = "glm53: the input is in UTF-16 or UTF-32: convert it to UTF-8\n"
     assert capsys.readouterr() == ("", message)
     assert target.read_text() == "old"
+
+
+def test_input_that_cannot_be_read() -> None:
+    """A fault of the system that does not say where it is."""
+
+    class Broken(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            if self.tell():
+                raise OSError(errno.EIO, "Input/output error")
+            return super().readline(size)
+
+    with pytest.raises(OSError, match=r"^line 2 could not be read: Input/output error$"):
+        count_requests(Broken(b"".join(LINES)))
 
 
 # --- outputs that are full ---
@@ -136,7 +150,7 @@ def test_few_bytes_at_a_time() -> None:
 def test_file_of_limited_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, old_bytes: int
 ) -> None:
-    """As the system does it: one line, exit code 2, whole rows, and behind `>>` what was there."""
+    """As the system does it: two lines, exit code 2, whole rows, and behind `>>` what was there."""
     use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(b"".join(line(f"{n}" * 30_000, prompt="x") for n in range(9)))
@@ -158,8 +172,9 @@ def test_file_of_limited_size(
     assert [row["custom_id"][0] for row in rows] == ["0", "1", "2"][
         : (100_000 - old_bytes) // 30_000
     ]
-    wanted = f"glm53: row {len(rows) + 1} could not be written: File too large\n"
-    assert capsys.readouterr().err == wanted
+    summary, fault = capsys.readouterr().err.splitlines()
+    assert summary.startswith(f"glm53: {len(rows)} of 9 rows, 0 with an error; ")
+    assert fault == f"glm53: row {len(rows) + 1} could not be written: File too large"
 
 
 def test_pipe_that_does_not_block() -> None:
@@ -190,7 +205,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 def test_termination(
     files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """SIGTERM leaves whole rows, and is said."""
+    """SIGTERM leaves whole rows, and is said, after what was done."""
 
     def serve(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
         next(requests)
@@ -200,7 +215,9 @@ def test_termination(
 
     use(monkeypatch, lambda *_, **__: FakeLLM(serve))
     assert main(["batch", *files]) == 143
-    assert capsys.readouterr().err == "glm53: terminated\n"
+    summary, end = capsys.readouterr().err.splitlines()
+    assert summary.startswith("glm53: 1 of 4 rows, 0 with an error; 2 tokens in, 1 out; ")
+    assert end == "glm53: terminated"
     (row,) = Path(files[1]).read_text().splitlines()
     assert json.loads(row)["custom_id"] == "a"
 
@@ -225,13 +242,22 @@ def test_signals_that_are_ignored(files: tuple[str, str], monkeypatch: pytest.Mo
     assert len(Path(files[1]).read_bytes().splitlines()) == 4
 
 
+@pytest.mark.parametrize("with_terminal", [False, True])
 def test_logs(
-    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    files: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    with_terminal: bool,
 ) -> None:
-    """Off a terminal: the start, and the rows now and then, of how many where that is known."""
+    """Where no bar is shown, also on a terminal without columns: the start, and the rows now and
+    then, of how many where that is known."""
     use(monkeypatch, lambda *_, **__: FakeLLM(one_by_one))
     monkeypatch.setattr("serving.cli.batch._SECONDS_BETWEEN_LOGS", 0.0)
-    assert main(["batch", *files]) == 1
+    with terminal(0) as shown, monkeypatch.context() as patch:
+        if with_terminal:
+            patch.setattr(sys, "stderr", shown.stream)
+        assert main(["batch", *files]) == 1
+        assert ("of 4 rows" in shown.read()) == with_terminal
     messages = [record.message for record in caplog.records if record.levelno == logging.INFO]
     assert messages[0].startswith("loaded tiny in ")
     assert [message.split(",")[0] for message in messages[1:]] == [

@@ -1,7 +1,6 @@
 """The command line: what it prints, and how it ends."""
 
 import argparse
-import errno
 import gc
 import importlib.metadata
 import io
@@ -107,14 +106,16 @@ def test_sampling_options(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (b"two\nlines\n", "two\nlines"),
         ("\ufeffé\n\n".encode(), "é\n"),
-        (b"", ""),
+        (b"two\r\nlines\r\n", "two\r\nlines"),
+        (b"line\n\r\n", "line\n"),
+        (b"bar\r", "bar\r"),
     ],
 )
 @pytest.mark.parametrize("named", [["-"], []])
 def test_prompt_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: bytes, text: str, named: list[str]
 ) -> None:
-    """All of it, less the line feed that ends it."""
+    """All of it, less the line break that ends it."""
     llm = use(monkeypatch, "a")
     (tmp_path / "in").write_bytes(data)
     with open(tmp_path / "in") as stdin:
@@ -148,8 +149,33 @@ def test_no_prompt(
     assert not llm.asked
 
 
+@pytest.mark.parametrize("arguments", [[""], ["", "--chat"], ["-"], ["-", "--chat"]])
+def test_empty_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, arguments: list[str]
+) -> None:
+    """Refused before a model is loaded, alike with and without a conversation."""
+    monkeypatch.setattr("serving.cli.options.LLM", lambda *_, **__: pytest.fail("loaded"))
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["generate", *arguments]) == 2
+    assert capsys.readouterr().err == "glm53: the text is empty: give at least one character\n"
+
+
+def test_standard_input_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A message that does not say of what it is."""
+    monkeypatch.setattr("serving.cli.options.LLM", lambda *_, **__: pytest.fail("loaded"))
+    with open(tmp_path / "in", "w") as written:
+        monkeypatch.setattr(sys, "stdin", written)
+        assert main(["generate", "-"]) == 2
+    assert capsys.readouterr().err == "glm53: standard input: Bad file descriptor\n"
+
+
 def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """The content goes to standard output, the reasoning to the other, dimmed on a terminal."""
+    """The content goes to standard output, the reasoning to the other, dimmed on a terminal,
+    unless the user wants no colours."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
     llm = use(monkeypatch, "I thi", "nk.</thi", "nk>It is", " so.")
     assert main(["generate", "--chat", "Is it?"]) == 0
     assert llm.asked == [
@@ -161,9 +187,12 @@ def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) ->
     assert main(["generate", "--chat", "Is it?", "--max-tokens", "5"]) == 0
     assert llm.asked[-1][1].max_tokens == 5
     assert terminal.getvalue() == "\x1b[2mI thi\x1b[0m\x1b[2mnk.\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["generate", "--chat", "Is it?"]) == 0
+    assert terminal.getvalue().endswith("\x1b[0m\nI think.\n")
     use(monkeypatch, "</think>", "Yes.")
     assert main(["generate", "--chat", "Is it?"]) == 0
-    assert capsys.readouterr().out == "It is so.\nYes.\n"
+    assert capsys.readouterr().out == "It is so.\nIt is so.\nYes.\n"
 
 
 def test_answer_that_stops_in_reasoning(
@@ -179,12 +208,15 @@ def test_answer_that_stops_in_reasoning(
 
 
 @pytest.mark.parametrize("module", [generate, batch, convert, info])
-def test_help_tells_defaults(module: Any) -> None:
-    """Of each argument that may be left out, also where it follows from others."""
+def test_help(module: Any) -> None:
+    """What the command does, and the default of each argument that may be left out, also where it
+    follows from others."""
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     optional = [action for action in parser._actions if not action.required][1:]
-    assert all("(default: " in (action.help or "") for action in optional)
+    for action in optional:
+        assert "(default: " in str(action.help) or "(if omitted, " in str(action.help)
+    assert parser.description and not parser.description.startswith("Exit code")
     assert "None" not in parser.format_help()
 
 
@@ -293,9 +325,11 @@ def test_output_that_is_lost(
 ) -> None:
     """A standard output that is full or closed is no success, and ends with one line."""
     use(monkeypatch, "a", "b")
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w") as full, open("/dev/full", "w") as unbuffered:
+        unbuffered.reconfigure(write_through=True)  # As PYTHONUNBUFFERED does.
         for stream, message in (
-            (full, f"[Errno {errno.ENOSPC}] No space left on device"),
+            (full, "standard output: No space left on device"),
+            (unbuffered, "standard output: No space left on device"),
             (None, "standard output is closed"),
         ):
             with monkeypatch.context() as patch:

@@ -46,6 +46,9 @@ def test_answers_and_strips(
     answers = [
         line.split(":")[1].strip() for line in lines if line.startswith(("Answer:", "Planted:"))
     ]
+    cached = [line for line in lines if line.startswith("Cached:")]
+    assert cached[0] == "Cached:    0 tokens"
+    assert cached[1].endswith(" tokens, from the question before")
     assert len(answers) == 4
     assert answers[0] == answers[1] != answers[2] == answers[3]
     prompts = [line[13:] for line in lines if line.startswith("prompt ")]

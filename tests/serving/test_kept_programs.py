@@ -1,10 +1,11 @@
 """Compiled programs kept between processes, and what is said while one is compiled."""
 
-import io
 import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +15,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from serving.engine import compile_notice as notices
 from serving.engine.compile_notice import compile_notice, without_compile_notices
 from serving.engine.engine import Engine
-from serving.engine.warm_up import keep_compiled_programs
+from serving.engine.warm_up import keep_compiled_programs, warm_up_programs
 from tests.full_disk import full_disk
 from tests.serving.toy_engine import finish, request, tokens, toy_options
+from tests.terminal import terminal
 
 LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 SETTINGS = ("jax_compilation_cache_dir", LEAST_SECONDS, "jax_enable_compilation_cache")
@@ -137,23 +139,57 @@ def test_says_what_is_compiled(
     ]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
+@pytest.mark.parametrize("columns", [24, 80, 400])
 def test_notice_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, columns: int
+) -> None:
+    """A line without the time on a narrow terminal, that stays when there is nothing to wait for,
+    or that the log repeats."""
+    monkeypatch.setattr(notices, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(notices, "_where_kept", lambda: f" (kept in {'long/' * 20})")
+    with terminal(columns) as shown:
+        monkeypatch.setattr(sys, "stderr", shown.stream)
+        with compile_notice("5 steps"):
+            while "00:00 compiling 5 steps" not in shown.read():
+                pass
+        text = shown.read()
+    assert text.endswith("\r")
+    assert ("00:00 compiling 5 steps for first use" in text) == (columns > 24)
+    assert ("for first use (kept in long/" in text) == (columns > 80)
+    assert not caplog.records
+
+
+def test_notice_on_a_terminal_without_columns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A line that stays when there is nothing to wait for, or that the log repeats."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    """Nothing said where a bar would show nothing."""
     monkeypatch.setattr(notices, "PATIENCE_SECONDS", 0.0)
-    with compile_notice("the steps"):
-        while "compiling the steps for its first use" not in terminal.getvalue():
+    with terminal(0) as shown:
+        monkeypatch.setattr(sys, "stderr", shown.stream)
+        with compile_notice("5 steps"):
+            while not caplog.records:
+                pass
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("columns", [0, 80])
+def test_notice_of_a_warm_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, columns: int
+) -> None:
+    """A bar where none is shown and no notice instead, or both."""
+    monkeypatch.setattr(notices, "PATIENCE_SECONDS", 0.0)
+
+    def launch() -> None:
+        while not columns and not caplog.records:
             pass
-    assert terminal.getvalue().endswith("\r")
-    assert not caplog.records
+
+    runner: Any = SimpleNamespace(programs=[("a", launch), ("b", launch)], synchronize=lambda: None)
+    with terminal(columns) as shown:
+        monkeypatch.setattr(sys, "stderr", shown.stream)
+        warm_up_programs(runner)
+        assert ("2/2" in shown.read()) == bool(columns)
+    said = [record.getMessage().partition(" (kept in")[0] for record in caplog.records]
+    assert said == ([] if columns else ["compiling 2 steps for first use"])
 
 
 def test_notice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,4 +205,4 @@ def test_notice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     place = jax.config.jax_compilation_cache_dir
-    assert record.getMessage() == f"compiling the outer for its first use (kept in {place})"
+    assert record.getMessage() == f"compiling the outer for first use (kept in {place})"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -76,9 +77,11 @@ def test_image() -> None:
     assert (light.astype(int) >= dark).all() and light.sum() > dark.sum()
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A panel a question, a row a step."""
     samples = [Sample(f"prompt {n}", view(pages)) for n, pages in enumerate(STEPS)]
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     save_plot([("first", samples), ("second", samples[:1])], tmp_path / "strip.svg")
     drawing = (tmp_path / "strip.svg").read_text()
+    assert "the darker, the more rows" in drawing
     assert drawing.count('id="axes_') == 2 and drawing.count('id="image') == 2
