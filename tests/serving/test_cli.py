@@ -42,7 +42,7 @@ def test_generate(capsys: pytest.CaptureFixture) -> None:
         (["generate", "x", "--kv-policy", "resident", "--host-memory-gib", "0.5"], "0.5 has no"),
         (["generate", "x", "--memory-fraction", "2", "--no-enable-prefix-caching"], "fraction"),
         (["generate", "x", "--hot-rows", "40000"], "hot_rows"),
-        (["generate", "x", "--tensor-parallel-size", "64"], "64 devices wanted"),
+        (["generate", "x", "--tensor-parallel-size", "64"], "size is 64, but only"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture, arguments: list[str], message: str) -> None:
