@@ -24,12 +24,14 @@ from serving.engine.warm_up import keep_compiled_programs, warm_up_programs
 from serving.errors import EngineDeadError, drop_tracebacks
 from serving.options.engine_options import (
     EngineOptions,
+    check_flag,
     model_path,
     resolve_batched_tokens,
     resolve_max_model_len,
     resolve_numerics,
     resolve_row_kind,
 )
+from serving.options.plain_values import plain_value
 from serving.options.store_options import StoreOptions, most_step_rows, resolve_geometry
 from serving.requests.generation_config import GenerationConfig
 from serving.requests.outputs import TokenTexts
@@ -65,6 +67,8 @@ class Engine:
 
     @own_jax_settings()
     def __init__(self, options: EngineOptions, *, warm_up: bool = False) -> None:
+        warm_up = plain_value(warm_up)
+        check_flag("warm_up", warm_up)
         store_options = StoreOptions.of(options)
         path = model_path(options.model)
         store_options.reserve_host_memory()
