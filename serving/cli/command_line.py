@@ -4,7 +4,7 @@ import argparse
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 
 from serving.options.other_names import ENGINE_NAMES, SAMPLING_NAMES
 
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _refusal(unknown: Sequence[str], known: Collection[str]) -> str:
+def _refusal(unknown: Sequence[str], known: Set[str]) -> str:
     """The message for arguments that a subcommand does not take.
 
     Args:
@@ -49,7 +49,7 @@ def _refusal(unknown: Sequence[str], known: Collection[str]) -> str:
         name = flag.removeprefix("--").replace("-", "_")
         hint = SAMPLING_NAMES.get(name) or ENGINE_NAMES.get(name)
         ours = re.findall(r"(?<=it is called )\w+|\w+_\w+|LLM|SamplingParams", hint or "")
-        if hint and known.issuperset(ours):
+        if hint and known >= set(ours):
             for one in ours:
                 hint = re.sub(rf"\b{one}\b", f"--{one.replace('_', '-')}", hint)
             hint = re.sub(r"--([\w-]+)=False", r"--no-\1", hint)
