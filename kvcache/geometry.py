@@ -71,10 +71,13 @@ class KVGeometry:
         last_row = self.slab_rows + self.host_pages * self.rows_per_device
         if last_row >= 1 << 31:
             most = ((1 << 31) - 1) // (self.num_layers * self.rows_per_device)
+            beside, lower = "", f"set device_pages to at most {most}"
+            if self.host_pages:
+                beside = f" and {self.host_pages} pages in host memory"
+                lower = "lower host_memory_gib or device_pages"
             raise ValueError(
-                f"device_pages {self.device_pages} and host_pages {self.host_pages} have "
-                f"{last_row} rows, more than row ids name: set device_pages to at most {most}, or "
-                "to less with host_pages"
+                f"device_pages {self.device_pages}{beside} have {last_row} rows, more than 32-bit "
+                f"row ids can address: {lower}"
             )
         if self.hot_rows > MAX_HOT_ROWS:
             raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import reprlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,7 +28,14 @@ from serving.options.engine_options import (
 )
 from serving.options.other_names import ENGINE_NAMES, explain_unknown_names
 from serving.requests.outputs import RequestOutput, failed_output
-from serving.requests.reader import Params, Prompt, Prompts, list_prompts, spread_params
+from serving.requests.reader import (
+    Params,
+    Prompt,
+    Prompts,
+    list_prompts,
+    prompt_text,
+    spread_params,
+)
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
 
@@ -135,7 +143,8 @@ class LLM:
 
     def close(self) -> None:
         """Ends all that runs and frees the memory of weights and KV store, on the devices and in
-        host memory. It may be called again; every other call then raises a RuntimeError.
+        host memory. It may be called again. `metrics`, `get_tokenizer` and
+        `get_default_sampling_params` go on answering; all else then raises a RuntimeError.
 
         In the middle of a step of this thread, as from a signal handler, it does not wait: the
         step ends first. In a forked child it does nothing.
@@ -143,6 +152,7 @@ class LLM:
         self._shared.close()
 
     def __enter__(self) -> "LLM":
+        self._shared.check_usable()
         return self
 
     def __exit__(
@@ -172,10 +182,12 @@ class LLM:
         """Continues prompts.
 
         Args:
-            prompts: one prompt or several: text, a list of token ids, `{"prompt": text}` or
-                `{"prompt_token_ids": [ids]}`. An iterator is drawn to its end first.
+            prompts: one prompt, or an iterable of prompts, which is drawn to its end first. A
+                prompt is text, a list or array of token ids, `{"prompt": text}`,
+                `{"prompt_token_ids": [ids]}`, or a conversation: `{"messages": [...]}` with the
+                further arguments of `chat`.
             sampling_params: one for all prompts, or one each; None is the defaults.
-            use_tqdm: show progress, if standard error is a terminal.
+            use_tqdm: show progress if standard error is a terminal; elsewhere nothing tells of it.
             on_error: "raise" refuses the whole call for a bad prompt, and raises what goes wrong
                 later; "return" gives what was refused or failed an output with `error`, and serves
                 the others.
@@ -219,7 +231,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversation | Iterable[Conversation],
         sampling_params: Params = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -232,7 +244,7 @@ class LLM:
         """Continues conversations with the assistant's next turn.
 
         Args:
-            messages: one conversation or several; see `glm53.chat.read_messages`.
+            messages: one conversation, or an iterable of them; see `glm53.chat.read_messages`.
             sampling_params: as for `generate`.
             tools: tools that the assistant may call.
             add_generation_prompt: open the assistant's next turn.
@@ -250,9 +262,11 @@ class LLM:
             ValueError, TypeError: a message or parameter is refused. Nothing has been computed
                 then.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise TypeError(f"messages must be a list, got {type(messages).__name__}")
-        one = bool(messages) and isinstance(messages[0], Mapping)
+        if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping):
+            kind = type(messages).__name__
+            raise TypeError(f"messages must be a conversation or several, got {kind}")
+        listed = list(messages)
+        one = bool(listed) and isinstance(listed[0], Mapping)
         prompts: list[Prompt] = [
             {
                 "messages": conversation,
@@ -261,7 +275,7 @@ class LLM:
                 "continue_final_message": continue_final_message,
                 "chat_template_kwargs": chat_template_kwargs,
             }
-            for conversation in ([messages] if one else messages)
+            for conversation in ([listed] if one else listed)
         ]
         requests = self._read_all("conversations", prompts, sampling_params, on_error)
         return self._finish(requests, use_tqdm, on_error)
@@ -274,7 +288,7 @@ class LLM:
         At most `max_num_seqs` wait beside those that run, however many there are.
 
         Args:
-            requests: prompts, each with its parameters.
+            requests: pairs of a prompt and its parameters.
             stream: as for `generate_iter`.
 
         Yields:
@@ -282,13 +296,14 @@ class LLM:
             that is refused, or does not fit, has `error`.
 
         Raises:
+            TypeError: one of `requests` is no pair.
             Exception: whatever a step raised.
         """
         self._shared.check_usable()
         llm: weakref.ref[LLM] = weakref.ref(self)
         read = (
-            dereference(llm)._read(f"requests[{place}]", prompt, params, "return")
-            for place, (prompt, params) in enumerate(requests)
+            dereference(llm)._read(where, *_read_pair(where, pair), "return")
+            for where, pair in ((f"requests[{place}]", pair) for place, pair in enumerate(requests))
         )
         return self._shared.outputs(read, stream, None)
 
@@ -366,7 +381,7 @@ class LLM:
                 # Not the error's own type, which may need other arguments.
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"{where}: {error}") from error
-            return failed_output(request_id, str(error))
+            return failed_output(request_id, str(error), prompt_text(prompt))
 
     def _finish(
         self, requests: Sequence[Request | RequestOutput], use_tqdm: bool, on_error: OnError
@@ -390,3 +405,10 @@ class LLM:
                 )
                 progress.update()
         return [found[place] for place in range(len(requests))]
+
+
+def _read_pair(where: str, pair: object) -> tuple[Any, Any]:
+    """A prompt and its parameters; a TypeError for anything else."""
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        return pair[0], pair[1]
+    raise TypeError(f"{where} must be a pair (prompt, SamplingParams), got {reprlib.repr(pair)}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import dataclasses
 import itertools
 import logging
 import threading
@@ -17,6 +18,7 @@ from serving.engine.metrics import LoopMetrics
 from serving.engine_access import EngineAccess
 from serving.errors import EngineDeadError, describe_error, drop_tracebacks
 from serving.options.engine_options import EngineOptions
+from serving.options.other_names import ENGINE_NAMES, explain_unknown_names
 from serving.requests.reader import Prompt
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
@@ -24,7 +26,17 @@ from serving.requests.stream import RequestStream
 
 logger = logging.getLogger(__name__)
 
+_NAMES = {
+    **ENGINE_NAMES,
+    **{
+        field.name: f"pass ServingLoop(EngineOptions({field.name}=...))"
+        for field in dataclasses.fields(EngineOptions)
+    },
+}
+"""Of options that are no argument of the loop: what to do instead."""
 
+
+@explain_unknown_names(_NAMES)
 class ServingLoop:
     """A loaded model that serves requests from any number of threads and event loops.
 
@@ -46,10 +58,16 @@ class ServingLoop:
     Raises:
         FileNotFoundError: the model is not there.
         CheckpointError: its weights are damaged or of another model.
+        TypeError: `options` is none, or an unknown argument.
         ValueError: an option is refused; the message names it.
     """
 
     def __init__(self, options: EngineOptions, *, warm_up: bool = True) -> None:
+        if not isinstance(options, EngineOptions):
+            raise TypeError(
+                f"ServingLoop takes an EngineOptions, got {options!r}: pass "
+                "ServingLoop(EngineOptions(model=...))"
+            )
         self._access = EngineAccess("ServingLoop")
         self._engine = Engine(options, warm_up=warm_up)
         self.config: GLMConfig = self._engine.config
@@ -62,6 +80,8 @@ class ServingLoop:
         self._requests: dict[str, Request] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._warned = False  # of callers that wait while nothing runs steps
+        self._stepped = False
         self._cause: EngineDeadError | None = None  # Why it has closed itself.
         self._interrupted = False  # a step, unless it is being run
         self._numbers = itertools.count()
@@ -106,9 +126,13 @@ class ServingLoop:
                 request.request_id = self._new_name()
             name = request.request_id
             if name in self._requests:
-                raise ValueError(f"request_id {name!r} is the name of a request that is not done")
+                raise ValueError(f"request_id {name!r} is already in use by an unfinished request")
             stream = RequestStream(
-                request, self._engine.requests.output_lock, self._access, _weak_abort(self)
+                request,
+                self._engine.requests.output_lock,
+                self._access,
+                abort=_weakly(self._abort),
+                note_wait=_weakly(self._note_wait),
             )
             self._requests[name], self._streams[name] = request, stream
             self._arrived.append(request)
@@ -144,6 +168,7 @@ class ServingLoop:
         self._check_open()
         if self._thread is not None:
             raise RuntimeError("the serving loop runs in its own thread")
+        self._stepped = True
         return self._access.run(self._step)
 
     def reset_prefix_cache(self) -> bool:
@@ -169,6 +194,7 @@ class ServingLoop:
         with self._inbox:
             if self._thread is not None or self._closed:
                 raise RuntimeError("the serving loop runs already, or is closed")
+            self._stepped = True
             self._thread = threading.Thread(target=self._run, name="serving-loop", daemon=True)
             self._thread.start()
         # A thread that is in the device when the interpreter goes takes the process down.
@@ -243,6 +269,18 @@ class ServingLoop:
             if self._requests.get(request.request_id) is request:
                 self._aborted.append(request)
                 self._inbox.notify()
+
+    def _note_wait(self, request: Request) -> None:
+        """Warns once of a caller that waits for a loop that nothing runs, yet."""
+        with self._inbox:
+            warn = not (self._stepped or self._closed or self._warned)
+            self._warned = self._warned or warn
+        if warn:
+            logger.warning(
+                "request %r is waited for, but nothing runs the serving loop: call start(), use "
+                "it in a with block, or call step()",
+                request.request_id,
+            )
 
     def _run(self) -> None:
         while True:
@@ -328,16 +366,16 @@ class ServingLoop:
         self._hand_out(rest)
 
 
-def _weak_abort(loop: ServingLoop) -> Callable[[Request], None]:
-    """`loop._abort`, which does not keep the loop."""
-    reference = weakref.ref(loop)
+def _weakly(method: Callable[[Request], None]) -> Callable[[Request], None]:
+    """A method of a loop, which does not keep the loop, and does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
 
-    def abort(request: Request) -> None:
+    def call(request: Request) -> None:
         found = reference()
         if found is not None:
-            found._abort(request)
+            found(request)
 
-    return abort
+    return call
 
 
 def _fail_orphans(streams: Mapping[str, RequestStream]) -> None:

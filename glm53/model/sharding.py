@@ -34,8 +34,11 @@ def make_mesh(num_devices: int = 1) -> Mesh:
     """
     devices = find_devices()
     if not 1 <= num_devices <= len(devices):
+        on_cpu = devices[0].platform == "cpu"
+        more = f": JAX_NUM_CPU_DEVICES={num_devices} makes more on a CPU" if on_cpu else ""
         raise ValueError(
-            f"{num_devices} devices wanted (tensor_parallel_size), {len(devices)} are there"
+            f"tensor_parallel_size is {num_devices}, but only {len(devices)} "
+            f"{'device is' if len(devices) == 1 else 'devices are'} available{more}"
         )
     return jax.make_mesh(
         (num_devices,),

@@ -3,7 +3,10 @@
 import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
+
+from serving.options.other_names import ENGINE_NAMES, SAMPLING_NAMES
 
 # Their modules import jax, which takes seconds.
 _COMMANDS = {
@@ -23,9 +26,32 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="glm53", description="GLM-5.3 inference in JAX.")
     version = importlib.metadata.version("glm53")
     parser.add_argument("--version", action="version", version=f"glm53 {version}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    for name, text in _COMMANDS.items():
-        command = commands.add_parser(name, help=text)
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    parsers = {name: commands.add_parser(name, help=text) for name, text in _COMMANDS.items()}
+    for name, command in parsers.items():
         if name in arguments:
             importlib.import_module(f"serving.cli.{name}").add_arguments(command)
-    return parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parsers[options.command].error(_refusal(unknown, set(vars(options))))
+    return options
+
+
+def _refusal(unknown: Sequence[str], known: Set[str]) -> str:
+    """The message for arguments that a subcommand does not take.
+
+    Args:
+        unknown: these arguments, among them values of unknown flags.
+        known: names of the subcommand's arguments.
+    """
+    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
+    for flag in flags:
+        name = flag.removeprefix("--").replace("-", "_")
+        hint = SAMPLING_NAMES.get(name) or ENGINE_NAMES.get(name)
+        ours = re.findall(r"(?<=it is called )\w+|\w+_\w+|LLM|SamplingParams", hint or "")
+        if hint and known >= set(ours):
+            for one in ours:
+                hint = re.sub(rf"\b{one}\b", f"--{one.replace('_', '-')}", hint)
+            hint = re.sub(r"--([\w-]+)=False", r"--no-\1", hint)
+            return f"unrecognized argument {flag}: {hint}"
+    return f"unrecognized arguments: {' '.join(flags or unknown)}"

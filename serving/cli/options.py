@@ -8,6 +8,7 @@ from typing import Any, Literal
 from serving.cli.process import starting
 from serving.llm import LLM
 from serving.options.engine_options import EngineOptions
+from serving.options.other_names import FORMAT_NAMES
 
 _HELP = {
     "model": "checkpoint directory, or the built-in 'tiny'",
@@ -65,10 +66,18 @@ def load_model(options: argparse.Namespace) -> LLM:
         return LLM(**{name: getattr(options, name) for name in fields})
 
 
+def _format_name(text: str) -> str:
+    """A format of numbers, or an error that tells what it is called here."""
+    if text in FORMAT_NAMES:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}: {FORMAT_NAMES[text]}")
+    return text
+
+
 def _parsing(kind: Any) -> dict[str, Any]:
     """How argparse is to read a value of a field's type."""
     if typing.get_origin(kind) is Literal:
-        return {"choices": typing.get_args(kind)}
+        choices = typing.get_args(kind)
+        return {"choices": choices} | ({"type": _format_name} if "float32" in choices else {})
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     kinds = typing.get_args(kind) or (kind,)

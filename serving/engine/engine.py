@@ -17,18 +17,21 @@ from serving.engine.compile_counter import CompileCounter
 from serving.engine.metrics import EngineCounters, LoopMetrics
 from serving.engine.model_runner import Launched, ModelRunner, SequenceResult
 from serving.engine.open_requests import OpenRequests
+from serving.engine.out_of_memory import explained_out_of_memory
 from serving.engine.prefix_files import PrefixTransfer
 from serving.engine.state import EngineState
 from serving.engine.warm_up import keep_compiled_programs, warm_up_programs
 from serving.errors import EngineDeadError, drop_tracebacks
 from serving.options.engine_options import (
     EngineOptions,
+    check_flag,
     model_path,
     resolve_batched_tokens,
     resolve_max_model_len,
     resolve_numerics,
     resolve_row_kind,
 )
+from serving.options.plain_values import plain_value
 from serving.options.store_options import StoreOptions, most_step_rows, resolve_geometry
 from serving.requests.generation_config import GenerationConfig
 from serving.requests.outputs import TokenTexts
@@ -64,6 +67,8 @@ class Engine:
 
     @own_jax_settings()
     def __init__(self, options: EngineOptions, *, warm_up: bool = False) -> None:
+        warm_up = plain_value(warm_up)
+        check_flag("warm_up", warm_up)
         store_options = StoreOptions.of(options)
         path = model_path(options.model)
         store_options.reserve_host_memory()
@@ -90,14 +95,16 @@ class Engine:
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
         geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
         batched_tokens = resolve_batched_tokens(options.max_num_batched_tokens, on_cpu)
-        self.runner = ModelRunner(
-            self.config,
-            params,
-            geometry,
-            mesh,
-            Buckets.for_geometry(geometry, most_step_rows(geometry, batched_tokens)),
-            None if self.tokenizer is None else TokenTexts(self.tokenizer),
-        )
+        with explained_out_of_memory(options, geometry, config.vocab_size, on_cpu=on_cpu):
+            self.runner = ModelRunner(
+                self.config,
+                params,
+                geometry,
+                mesh,
+                Buckets.for_geometry(geometry, most_step_rows(geometry, batched_tokens)),
+                None if self.tokenizer is None else TokenTexts(self.tokenizer),
+            )
+            self.runner.synchronize()
         self.reader = RequestReader(
             tokenizer=self.tokenizer,
             generation_config=generation_config,

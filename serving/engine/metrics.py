@@ -63,7 +63,8 @@ class LoopMetrics:
         first_token_seconds: from their arrival to it, all together.
         later_tokens: output tokens that came after another one of their continuation.
         later_token_seconds: from that one to them, all together.
-        compilations: programs that jax has compiled since the engine was ready, for anybody.
+        compilations: programs that jax has compiled, or read from its cache, since the engine was
+            ready, for anybody.
     """
 
     num_waiting: int

@@ -89,10 +89,7 @@ class EngineOptions:
         for name in ("max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(
-                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
-            )
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
 
 
 def resolve_batched_tokens(max_num_batched_tokens: int | None, on_cpu: bool) -> int:
@@ -110,6 +107,10 @@ def model_path(model: str | Path) -> Path:
     """
     if model == BUILT_IN_MODEL:
         return Path(str(importlib.resources.files("glm53") / "built_in" / BUILT_IN_MODEL))
+    if Path(model) == Path(BUILT_IN_MODEL) and not Path(model).is_dir():
+        raise FileNotFoundError(
+            f"model {model!r} is not a directory: the built-in model is the text '{BUILT_IN_MODEL}'"
+        )
     if not Path(model).is_dir():
         raise FileNotFoundError(
             f"model {str(model)!r} is neither a directory nor the built-in '{BUILT_IN_MODEL}'"
@@ -123,6 +124,12 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if value >= 1 << 31:
         raise ValueError(f"{name} must be below 2**31, got {value}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuses what is neither true nor false, with a ValueError that names the option."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def resolve_numerics(

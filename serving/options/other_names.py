@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 Class = TypeVar("Class")
 
+_LEAST_SIMILARITY = 0.8  # below it come names that share a word and mean something else
+
 
 def _each(hint: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, hint)
@@ -25,8 +27,20 @@ ENGINE_NAMES: Mapping[str, str] = {
     **_called("max_num_seqs", "max_batch_size", "max_running_requests"),
     **_called("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens"),
     **_called("memory_fraction", "gpu_memory_utilization", "mem_fraction_static"),
-    **_called("host_memory_gib", "cpu_offload_gb", "hicache_size", "kv_offloading_size"),
-    **_called("host_memory_gib", "swap_space"),
+    **_called("host_memory_gib", "hicache_size", "kv_offloading_size", "swap_space"),
+    **_each(
+        "weights stay on the devices; host_memory_gib is for cached pages",
+        "cpu_offload_gb",
+        "offload_folder",
+    ),
+    **_each(
+        "kv_policy and host_memory_gib set what goes to host memory",
+        "enable_hierarchical_cache",
+        "hicache_ratio",
+        "hicache_write_policy",
+        "kv_offloading_backend",
+        "kv_transfer_config",
+    ),
     **_each(
         "device_pages sets the size of the store, in pages",
         "kv_cache_memory_bytes",
@@ -56,7 +70,13 @@ ENGINE_NAMES: Mapping[str, str] = {
         "revision",
         "token",
     ),
-    **_each("config.json of the model's directory is what counts", "config", "hf_overrides"),
+    **_each(
+        "config.json of the model's directory is what counts",
+        "config",
+        "hf_overrides",
+        "rope_scaling",
+        "rope_theta",
+    ),
     **_each(
         "generation_config.json of the model's directory is what counts",
         "generation_config",
@@ -83,15 +103,26 @@ ENGINE_NAMES: Mapping[str, str] = {
         "pipeline_parallel_size",
         "pp_size",
     ),
+    **_each("there is no HTTP server, so the model needs no name", "served_model_name"),
+    **_each(
+        "glm53.chat.parse and StreamingParser split reasoning and tool calls off a text",
+        "enable_auto_tool_choice",
+        "reasoning_parser",
+        "tool_call_parser",
+    ),
+    **_each("the model reads text alone", "limit_mm_per_prompt", "mm_processor_kwargs"),
     **_each("there is no speculative decoding", "num_speculative_tokens", "speculative_config"),
     **_each("there are no adapters", "enable_lora", "lora_paths", "max_loras"),
     **_each("the chat format is GLM's: see chat_template_kwargs of chat", "chat_template"),
     **_each(
         "it is of a request: pass it to SamplingParams",
+        "bad_words",
         "frequency_penalty",
         "logprobs",
         "max_tokens",
         "min_p",
+        "min_tokens",
+        "n",
         "presence_penalty",
         "random_seed",
         "repetition_penalty",
@@ -101,20 +132,24 @@ ENGINE_NAMES: Mapping[str, str] = {
         "top_k",
         "top_p",
     ),
+    **_each("pass it to LLM or ServingLoop", "warm_up"),
 }
 """Of options of the engine: name elsewhere, and what to do here."""
 
 SAMPLING_NAMES: Mapping[str, str] = {
-    **_called("max_tokens", "max_completion_tokens", "max_length", "max_new_tokens"),
-    **_called("min_tokens", "min_length", "min_new_tokens"),
+    **_called("max_tokens", "max_completion_tokens", "max_new_tokens"),
+    **_called("min_tokens", "min_new_tokens"),
+    **_each("max_tokens limits the output alone, without the prompt", "max_length"),
+    **_each("min_tokens counts the output alone, without the prompt", "min_length"),
     **_called("n", "num_return_sequences"),
     **_called("seed", "random_seed", "sampling_seed"),
     **_called("stop", "stop_sequences", "stop_strings"),
     **_called("stop_token_ids", "eos_token_id"),
-    **_called("bad_words", "bad_words_ids"),
+    **_called("include_stop_str_in_output", "no_stop_trim"),
+    **_each("bad_words takes texts, not ids", "bad_words_ids"),
     **_called("logit_bias", "sequence_bias"),
     **_called("logprobs", "return_logprob", "top_logprobs", "top_logprobs_num"),
-    **_each("temperature=0 is greedy, above it is sampled", "do_sample"),
+    **_each("temperature=0 is greedy, any other samples", "do_sample", "greedy"),
     **_each("logit_bias of -100 keeps a token out", "suppress_tokens"),
     **_each("ask for n, and choose by cumulative_logprob", "best_of"),
     **_each(
@@ -140,7 +175,18 @@ SAMPLING_NAMES: Mapping[str, str] = {
         "structured_outputs",
     ),
     **_each("stop takes texts, not patterns", "stop_regex"),
-    **_each("no code of a caller's runs between tokens: see logit_bias", "logits_processors"),
+    **_each(
+        "user code cannot run between tokens: see logit_bias",
+        "custom_logit_processor",
+        "custom_params",
+        "extra_args",
+        "logits_processors",
+        "stopping_criteria",
+    ),
+    **_each("there is no typical sampling: see top_p and min_p", "typical_p"),
+    **_each("see logprobs", "top_n_tokens"),
+    **_each("nothing is padded", "pad_token_id"),
+    **_each("repetition ends no output: see repetition_penalty", "repetition_detection"),
     **_each("see frequency_penalty and bad_words", "no_repeat_ngram_size"),
     **_each("a prompt is never cut: pass fewer tokens", "truncate_prompt_tokens"),
     **_each("text is what the tokens' bytes are", "spaces_between_special_tokens"),
@@ -187,5 +233,5 @@ def explain_unknown_names(other_names: Mapping[str, str]) -> Callable[[type[Clas
 def _hint(name: str, known: Sequence[str], other_names: Mapping[str, str]) -> str:
     if name in other_names:
         return f": {other_names[name]}"
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1, _LEAST_SIMILARITY)
     return f": did you mean {close[0]!r}?" if close else ""

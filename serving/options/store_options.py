@@ -205,8 +205,8 @@ def _fitting_pages(
             )
         most = math.floor(host_pages * one_page.page_bytes / 2**30 * 1e6) / 1e6
         raise ValueError(
-            f"{given} holds {wanted} pages, whose index keys leave less than {FEWEST_DEVICE_PAGES} "
-            f"pages on the devices: set host_memory_gib to at most {most}"
+            f"{given} holds {wanted} pages, whose index keys leave fewer than "
+            f"{FEWEST_DEVICE_PAGES} pages on the devices: set host_memory_gib to at most {most}"
         )
     return device_pages, host_pages
 

@@ -174,7 +174,7 @@ class RequestOutput:
     Attributes:
         request_id: the request's name within this LLM.
         prompt: its text, or None where only ids were given.
-        prompt_token_ids: its ids.
+        prompt_token_ids: its ids; none with `error`.
         prompt_logprobs: None, or for each prompt token what `SamplingParams.prompt_logprobs` asked
             for; None for the first token, which nothing precedes.
         outputs: continuations.
@@ -213,9 +213,9 @@ class RequestOutput:
         return self.cache_counters.cached_tokens
 
 
-def failed_output(request_id: str, error: str) -> RequestOutput:
-    """The output of a request that was refused or failed."""
-    return RequestOutput(request_id, None, [], None, [], finished=True, error=error)
+def failed_output(request_id: str, error: str, prompt: str | None) -> RequestOutput:
+    """The output of a request that was refused or failed, with the prompt's text if known."""
+    return RequestOutput(request_id, prompt, [], None, [], finished=True, error=error)
 
 
 def _plain_data(value: Any) -> Any:

@@ -1,9 +1,10 @@
 """Turns prompts and parameters into requests, and refuses what cannot be served."""
 
 import dataclasses
+import reprlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,7 +23,15 @@ from serving.sampling.state import (
     SlotSampling,
 )
 
-Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+
+@runtime_checkable
+class ArrayLike(Protocol):
+    """An array of NumPy, or of a library whose arrays it reads, as those of jax and torch."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+Prompt = str | Sequence[int] | np.ndarray | ArrayLike | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt`, `prompt_token_ids`, or `messages` and what `LLM.chat`
 takes."""
 
@@ -95,6 +104,11 @@ class RequestReader:
         self._check_ids(token_ids, params)
         room = self.max_model_len - len(token_ids)
         needed = 0 if params.max_tokens == 0 else 1
+        if room < 0:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, more than max_model_len "
+                f"{self.max_model_len}"
+            )
         if room < needed:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, which leaves no room for output within "
@@ -124,24 +138,30 @@ class RequestReader:
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
-        elif _is_id_list(prompt):
+        elif _id_list(prompt) is not None:
             prompt = {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
-            kind = type(prompt).__name__
-            raise TypeError(f"the prompt must be text, token ids or a dict, got {kind}")
+            kind, shown = type(prompt).__name__, reprlib.repr(prompt)
+            raise TypeError(f"the prompt must be text, token ids or a dict, got {kind} {shown}")
         if "messages" in prompt:
             text = _render(prompt)
             return text, self._checked_ids(self._encode("the conversation", text))
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if "role" in unknown:
+            raise ValueError(
+                "the prompt is a message of a conversation: pass the conversation to LLM.chat, or "
+                'as {"messages": [...]}'
+            )
         if unknown:
             raise ValueError(f"the prompt has unknown field {min(unknown, key=str)!r}")
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if token_ids is not None:
-            if not _is_id_list(token_ids):
+            listed = _id_list(token_ids)
+            if listed is None:
                 raise TypeError("prompt_token_ids must be a list of ids")
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"prompt must be text, got {type(text).__name__}")
-            return text, self._checked_ids(token_ids)
+            return text, self._checked_ids(listed)
         if not isinstance(text, str):
             raise ValueError("the prompt needs 'prompt' text or 'prompt_token_ids'")
         return text, self._checked_ids(self._encode("the prompt", text))
@@ -154,9 +174,12 @@ class RequestReader:
         except UnicodeEncodeError as error:
             raise ValueError(f"{what} is not valid Unicode: {error}") from error
 
-    def _checked_ids(self, token_ids: Sequence[Any] | np.ndarray) -> list[int]:
-        if not len(token_ids):
+    def _checked_ids(self, token_ids: Sequence[Any]) -> list[int]:
+        if not token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
+        kind = _kind_of_prompts(token_ids[0])
+        if kind is not None:
+            raise TypeError(f"expected one prompt, got a list of {kind}")
         for token in token_ids:
             is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
             if not is_id or not 0 <= token < self.vocab_size:
@@ -181,8 +204,9 @@ class RequestReader:
         num_stop_ids = len(self._stop_ids(params))
         if params.min_tokens and num_stop_ids > MAX_STOP_IDS:
             raise ValueError(
-                f"stop_token_ids has {len(params.stop_token_ids or ())} ids; with min_tokens they "
-                f"and the model's end-of-sequence ids may be {MAX_STOP_IDS}, and are {num_stop_ids}"
+                f"stop_token_ids has {len(params.stop_token_ids or ())} ids: with min_tokens, at "
+                f"most {MAX_STOP_IDS} stop ids are allowed, counting the model's end-of-sequence "
+                f"ids; there are {num_stop_ids}"
             )
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
@@ -267,10 +291,12 @@ class RequestReader:
             where = f"bad_words[{number}]"
             for form in [word] if word[0].isspace() else [word, " " + word]:
                 ids = self._encode(where, form)
-                if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+                if not ids:
+                    raise ValueError(f"{where} {form!r} has no tokens")
+                if len(ids) > MAX_BAD_WORD_TOKENS:
                     raise ValueError(
-                        f"{where} {form!r} has {len(ids)} tokens, it may have 1 to "
-                        f"{MAX_BAD_WORD_TOKENS}"
+                        f"{where} {form!r} has {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} "
+                        "are allowed"
                     )
                 # An id that the model lacks it cannot generate.
                 if max(ids) < self.vocab_size:
@@ -287,8 +313,8 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
     """The prompts of a call, of which one alone needs no list.
 
     Args:
-        prompts: one prompt, or an iterable of prompts, which is drawn to its end. A list that
-            begins with a number is one prompt of token ids.
+        prompts: one prompt, or an iterable of prompts, which is drawn to its end. What begins with
+            an integer is one prompt of token ids.
 
     Raises:
         TypeError: it is neither.
@@ -296,6 +322,10 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
     found: list[Any] = [prompts]
     if isinstance(prompts, str | Mapping):
         return found
+    if isinstance(prompts, ArrayLike):
+        # Entries of other libraries' arrays are arrays themselves.
+        array = np.asarray(prompts)
+        prompts = array if array.ndim else array.item()
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         kind = type(prompts).__name__
         raise TypeError(f"prompts must be a prompt or an iterable of prompts, got {kind}")
@@ -303,6 +333,12 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
     if found and isinstance(found[0], int | np.integer) and not isinstance(found[0], bool):
         return [found]
     return found
+
+
+def prompt_text(prompt: object) -> str | None:
+    """The text of a prompt that need not be well-formed, if it is given as one."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def spread_params(params: Params, count: int) -> list[SamplingParams]:
@@ -352,10 +388,20 @@ def _render(prompt: Mapping[str, Any]) -> str:
     return chat.render(messages, prompt.get("tools"), **{**options, **ends})
 
 
-def _is_id_list(value: object) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+def _id_list(value: object) -> Sequence[Any] | None:
+    """What may be token ids, as a sequence of Python's numbers; None for all else."""
+    if isinstance(value, ArrayLike) and not isinstance(value, type):
+        array = np.asarray(value)
+        return array.tolist() if array.ndim == 1 else None
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return value
+    return None
+
+
+def _kind_of_prompts(entry: object) -> str | None:
+    """What a list that begins so holds in place of token ids, if that is prompts."""
+    kinds = {"texts": str, "messages or other dicts": Mapping, "lists": Sequence}
+    return next((name for name, kind in kinds.items() if isinstance(entry, kind)), None)
 
 
 def _seed(params: SamplingParams, number: int) -> int:

@@ -189,9 +189,9 @@ class Request:
                 self.ended = time.monotonic()
 
     def output(self) -> RequestOutput:
-        """What there is so far; nothing but the error if it failed."""
+        """What there is so far; only the prompt's text and the error if it failed."""
         if self.error is not None:
-            return failed_output(self.request_id, describe_error(self.error))
+            return failed_output(self.request_id, describe_error(self.error), self.prompt)
         first = self.continuations[0]
         return RequestOutput(
             request_id=self.request_id,

@@ -16,10 +16,10 @@ class RequestStream:
     """The output of a request, as it grows. Any thread, and any event loop, may use it.
 
     Iterating, with `for` or `async for`, gives the output so far whenever it has grown since it was
-    last asked for, and at last the finished one: whoever is slow misses steps, never tokens. An
-    iteration that is left early aborts the request, and one of a request that fails ends with a
-    GenerationError. `await` gives the finished output alone, and aborts the request when it is
-    cancelled.
+    last asked for, and at last the finished one. A slow reader may skip intermediate outputs but
+    never misses tokens. An iteration that is left early aborts the request, and one of a request
+    that fails ends with a GenerationError. `await` gives the finished output alone, and aborts the
+    request when it is cancelled.
 
     In a forked child every use raises a RuntimeError.
 
@@ -32,11 +32,13 @@ class RequestStream:
         request: Request,
         output_lock: AbstractContextManager[object],
         access: EngineAccess,
+        *,
         abort: Callable[[Request], None],
+        note_wait: Callable[[Request], None],
     ) -> None:
         self.request_id = request.request_id
         self._request, self._output_lock = request, output_lock
-        self._access, self._abort = access, abort
+        self._access, self._abort, self._note_wait = access, abort, note_wait
         self._changed = threading.Condition()
         self._num_tokens = 0  # as of the last step
         self._ended = False
@@ -63,7 +65,7 @@ class RequestStream:
             TimeoutError: it is not finished by then.
             GenerationError: the request failed.
         """
-        self._access.check_process()
+        self._begin_wait()
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended, timeout):
                 raise TimeoutError(
@@ -80,6 +82,7 @@ class RequestStream:
     def __iter__(self) -> Generator[RequestOutput]:
         seen = 0
         try:
+            self._begin_wait()
             while True:
                 self._access.check_process()
                 with self._changed:
@@ -128,7 +131,7 @@ class RequestStream:
     def _waking(self) -> Generator[asyncio.Event]:
         """An event of this event loop, set at each change. Aborts what is not finished by its
         end."""
-        self._access.check_process()
+        self._begin_wait()
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -147,6 +150,11 @@ class RequestStream:
             self._wakers.discard(wake)
             if not self._ended:
                 self._abort(self._request)
+
+    def _begin_wait(self) -> None:
+        self._access.check_process()
+        if not self._ended:
+            self._note_wait(self._request)
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error; for what runs it, when it no longer can."""

@@ -84,6 +84,12 @@ class SamplingState:
         greedy = SlotSampling(temperature=0.0, seed=0).as_state(vocab_size)
         return _repeat(max_sequences, mesh)(greedy)
 
+    @classmethod
+    def num_bytes(cls, max_sequences: int, vocab_size: int) -> int:
+        """Bytes that `create` takes on each device."""
+        greedy = SlotSampling(temperature=0.0, seed=0).as_state(vocab_size)
+        return max_sequences * sum(array.nbytes for array in jax.tree.leaves(greedy))
+
 
 @per_engine
 def _repeat(count: int, mesh: Mesh) -> Callable[[SamplingState], SamplingState]:

@@ -44,7 +44,7 @@ def test_generate(capsys: pytest.CaptureFixture) -> None:
         (["generate", "x", "--kv-policy", "resident", "--host-memory-gib", "0.5"], "0.5 has no"),
         (["generate", "x", "--memory-fraction", "2", "--no-enable-prefix-caching"], "fraction"),
         (["generate", "x", "--hot-rows", "40000"], "hot_rows"),
-        (["generate", "x", "--tensor-parallel-size", "64"], "64 devices wanted"),
+        (["generate", "x", "--tensor-parallel-size", "64"], "size is 64, but only"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture, arguments: list[str], message: str) -> None:
@@ -54,6 +54,31 @@ def test_bad_input(capsys: pytest.CaptureFixture, arguments: list[str], message:
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpu-memory-utilization 0.9 x", "--gpu-memory-utilization: it is called --memory-fract"),
+        ("x --max-new-tokens=5", "--max-new-tokens: it is called --max-tokens here"),
+        ("x --disable-radix-cache", "--disable-radix-cache: --no-enable-prefix-caching does it"),
+        ("x --trust-remote-code", "--trust-remote-code: no code of a checkpoint is run"),
+        ("x --dtype half", "'half': the range of float16 is too small, use 'bfloat16'"),
+        # What these are called is no argument of the command.
+        ("x --min-new-tokens 5", "unrecognized arguments: --min-new-tokens\n"),
+        ("x --frequency-penalty 1", "unrecognized arguments: --frequency-penalty\n"),
+        ("x y", "unrecognized arguments: y\n"),
+    ],
+)
+def test_unknown_arguments(capsys: pytest.CaptureFixture, arguments: str, message: str) -> None:
+    """One error line, of the subcommand, that says what is called how there."""
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", *arguments.split()])
+    assert ended.value.code == 2
+    usage, *_, line = capsys.readouterr().err.splitlines(keepends=True)
+    assert usage.startswith("usage: glm53 generate")
+    assert line.startswith("glm53 generate: error:")
+    assert message in line
 
 
 # --- what generate is asked for ---

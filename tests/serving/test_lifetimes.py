@@ -296,6 +296,7 @@ def test_closing_an_llm(folder: Path, expected: list[list[int]], tmp_path: Path)
         lambda: llm.import_prefix(tmp_path / "prefix"),
         lambda: llm.export_prefix(ids(1), tmp_path / "other"),
         llm.reset_prefix_cache,
+        llm.__enter__,
         lambda: next(open_one),
         lambda: next(unread),
         lambda: next(drawn),

@@ -246,6 +246,23 @@ def test_forms_of_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("as_a_user")
+def test_serving_what_is_no_pair(llm: LLM) -> None:
+    """Prompts without parameters, of which the letters are taken for them."""
+    for requests in (["ab"], [[1, 2, 3]], ["The"]):
+        with pytest.raises(TypeError, match=r"requests\[0\] must be a pair \(prompt, SamplingP"):
+            list(llm.serve(requests))  # pyright: ignore[reportArgumentType]
+    assert_idle(llm)
+
+
+def test_refused_texts_come_back(llm: LLM) -> None:
+    """An output that does not tell whose it is."""
+    prompts = ["a", {"prompt": "b"}, {"prompt": "c", "prompt_token_ids": [9999]}, [9999]]
+    outputs = llm.generate(prompts, on_error="return")
+    assert all(output.error for output in outputs)
+    assert [output.prompt for output in outputs] == ["a", "b", "c", None]
+
+
+@pytest.mark.usefixtures("as_a_user")
 def test_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A format that does not fit the model costs no loading."""
     monkeypatch.setattr(
@@ -255,6 +272,10 @@ def test_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) ->
         LLM(GOLDEN / "tiny_f32", max_model_len=10**6)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         LLM(GOLDEN / "tiny_f32", kv_cache_dtype="int8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="warm_up must be True or False, got 'x'"):
+        LLM(GOLDEN / "tiny_f32", warm_up="x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FileNotFoundError, match="is not a directory: the built-in model is the t"):
+        LLM(Path("tiny"))
 
 
 def test_calls_beside_an_open_iterator(llm: LLM) -> None:

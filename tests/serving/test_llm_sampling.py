@@ -410,7 +410,7 @@ def test_chat(llm: LLM) -> None:
     (one,) = llm.chat([QUESTION], greedy)
     assert one.prompt == chat.render([QUESTION], add_generation_prompt=True)
     assert chat.parse(one.outputs[0].text).content == "The code of mint is 31-94."
-    several = llm.chat([[QUESTION], [{"role": "user", "content": "Hello"}]], greedy)
+    several = llm.chat(iter([[QUESTION], [{"role": "user", "content": "Hello"}]]), greedy)
     assert tokens(several[0]) == tokens(one)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     (tooled,) = llm.chat(

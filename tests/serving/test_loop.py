@@ -75,12 +75,63 @@ def run(loop: ServingLoop, *streams: RequestStream) -> list[RequestOutput]:
     return [stream.result(timeout=0) for stream in streams]
 
 
+async def finish_async(stream: RequestStream, way: str) -> None:
+    if way == "await":
+        await stream
+    else:
+        async for _ in stream:
+            pass
+
+
 @pytest.fixture(scope="module")
 def expected(stepped: ServingLoop) -> list[list[int]]:
     """What prompts give alone."""
     return [
         chosen(run(stepped, stepped.submit(ids(seed), greedy(seed + 4)))[0]) for seed in range(8)
     ]
+
+
+def test_what_is_no_options() -> None:
+    """An error from deep within, or one that does not say where options go."""
+    kind: Any = ServingLoop
+    with pytest.raises(TypeError, match="ServingLoop takes an EngineOptions, got 'tiny'"):
+        kind("tiny")
+    with pytest.raises(TypeError, match=r"no 'max_model_len': pass ServingLoop\(EngineOptions\("):
+        kind(max_model_len=512)
+    with pytest.raises(TypeError, match="no 'gpu_memory_utilization': it is called memory_frac"):
+        kind(gpu_memory_utilization=0.5)
+
+
+@pytest.mark.parametrize("way", ["result", "await", "iterate"])
+def test_waiting_for_a_loop_that_nothing_runs(
+    folder: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """A wait that never ends and says nothing of it; or a warning for each, or without a cause."""
+    loop = ServingLoop(toy_options(folder), warm_up=False)
+    stream, other = loop.submit(ids(1)), loop.submit(ids(2))
+    for waiting in (stream, other):
+        if way == "result":
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0)
+        else:
+            with pytest.raises(TimeoutError):
+                asyncio.run(asyncio.wait_for(finish_async(waiting, way), 0.01))
+    (record,) = caplog.records
+    assert "call start(), use it in a with block, or call step()" in record.getMessage()
+    assert record.levelname == "WARNING"
+    loop.close()
+
+
+def test_waiting_for_a_loop_that_is_stepped(
+    stepped: ServingLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning where another step may well come."""
+    run(stepped)
+    stream = stepped.submit(ids(1))
+    with pytest.raises(TimeoutError):
+        stream.result(timeout=0)
+    run(stepped, stream)
+    assert not caplog.records
 
 
 def test_many_threads(loop: ServingLoop, expected: list[list[int]]) -> None:

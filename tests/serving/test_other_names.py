@@ -27,6 +27,10 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         ("block_size", "the kernels fix the size of a page"),
         ("quantization", "the checkpoint says how it is quantised"),
         ("seed", "it is of a request: pass it to SamplingParams"),
+        ("cpu_offload_gb", "weights stay on the devices"),
+        ("enable_hierarchical_cache", "kv_policy and host_memory_gib"),
+        ("kv_transfer_config", "kv_policy and host_memory_gib"),
+        ("rope_scaling", "config.json of the model's directory"),
         ("max_num_seq", "did you mean 'max_num_seqs'"),
     ],
 )
@@ -44,7 +48,13 @@ def test_options_of_an_engine(kind: Any, name: str, hint: str) -> None:
         ("use_beam_search", ": there is no beam search"),
         ("guided_json", ": output is not held to a grammar"),
         ("temprature", r": did you mean 'temperature'\?"),
+        ("max_length", ": max_tokens limits the output alone, without the prompt"),
+        ("bad_words_ids", ": bad_words takes texts"),
+        ("no_stop_trim", ": it is called include_stop_str_in_output here"),
+        ("extra_args", ": user code cannot run between tokens"),
         ("xyzzy", "$"),
+        ("bos_token_id", "$"),
+        ("flat_logprobs", "$"),
     ],
 )
 def test_sampling_parameters(name: str, hint: str) -> None:
@@ -59,10 +69,17 @@ def test_sampling_parameters(name: str, hint: str) -> None:
 )
 def test_tables(kind: Any, names: dict[str, str]) -> None:
     """What a table sends to is there, and what it renames is not."""
-    known = {field.name for field in dataclasses.fields(kind)} | {"warm_up"}
+    known = {field.name for field in dataclasses.fields(kind)}
     called = {re.sub(r".* called (\w+) here", r"\1", hint) for hint in names.values()}
     assert {name for name in called if " " not in name} <= known
     assert not names.keys() & known
+
+
+def test_warm_up() -> None:
+    """An option of what has an engine, which is none of the engine itself."""
+    fields: dict[str, Any] = {"warm_up": True}
+    with pytest.raises(TypeError, match="no 'warm_up': pass it to LLM or ServingLoop"):
+        EngineOptions(**fields)
 
 
 @pytest.mark.parametrize("name", ["dtype", "kv_cache_dtype"])

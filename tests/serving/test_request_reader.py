@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from glm53.tokenizer import Tokenizer
 from serving.options.engine_options import model_path
 from serving.requests.generation_config import GenerationConfig
-from serving.requests.reader import RequestReader
+from serving.requests.reader import RequestReader, list_prompts
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
 
@@ -73,7 +74,7 @@ def test_bad_words_that_are_too_many_or_too_long() -> None:
     assert len(bad_words(*words[:120])) == 240
     with pytest.raises(ValueError, match="bad_words has 130 words, 260 with those behind a space"):
         bad_words(*words)
-    with pytest.raises(ValueError, match=r"bad_words\[1\] 'x x.*tokens, it may have 1 to 16"):
+    with pytest.raises(ValueError, match=r"bad_words\[1\] 'x x.*tokens; at most 16 are"):
         bad_words("fine", "x x" * 10)
 
 
@@ -121,7 +122,7 @@ def test_ids(prompt: Any) -> None:
     assert {type(token) for token in part.token_ids} == {int}
 
 
-@pytest.mark.parametrize("prompt", [b"ab", [[1]], np.array([[1]]), [1.0], [True], {5}])
+@pytest.mark.parametrize("prompt", [b"ab", np.array([[1]]), [1.0], [True], {5}])
 def test_what_are_no_ids(prompt: Any) -> None:
     """Nothing is taken for ids that is none."""
     with pytest.raises((TypeError, ValueError), match="token id"):
@@ -147,6 +148,48 @@ def test_more_pages_than_there_are() -> None:
 def test_too_many_stop_ids() -> None:
     """The ids that the model adds are no fault of the caller's, who is told the limit."""
     read([1], stop_token_ids=list(range(10, 10 + 128 - ENDS)), min_tokens=2)
-    with pytest.raises(ValueError, match=r"stop_token_ids has 126 ids.* may be 128, and are 130"):
+    with pytest.raises(ValueError, match=r"stop_token_ids has 126 ids: .*at most 128 .* are 130$"):
         read([1], stop_token_ids=list(range(10, 136)), min_tokens=2)
     read([1], stop_token_ids=list(range(10, 1010)))
+
+
+class ForeignArray:
+    """An array of a library that only NumPy knows how to read."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        return np.array(self._values)
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array, ForeignArray])
+def test_arrays(kind: Any) -> None:
+    """Ids of other libraries, which are refused or taken for several prompts."""
+    (prompt,) = list_prompts(kind([5, 6]))
+    found = [read(prompt), read(kind([5, 6])), read({"prompt_token_ids": kind([5, 6])})]
+    found += map(read, list_prompts(kind([[5, 6], [5, 6]])))
+    assert [request.continuations[0].token_ids for request in found] == [[5, 6]] * 5
+    with pytest.raises(TypeError, match="prompts must be a prompt or an iterable of prompts"):
+        list_prompts(kind(5))
+    with pytest.raises(ValueError, match=r"token id 1\.5"):
+        read(kind([1.5, 2]))
+    with pytest.raises(TypeError, match="must be text, token ids or a dict, got"):
+        read(kind([[5, 6]]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["a", "b"], "expected one prompt, got a list of texts$"),
+        ([[1, 2]], "expected one prompt, got a list of lists$"),
+        ([{"prompt": "a"}], "expected one prompt, got a list of messages or other dicts$"),
+        (1.5, "text, token ids or a dict, got float 1.5$"),
+        ({"role": "user", "content": "q"}, "a message of a conversation: .*LLM.chat"),
+        ([5] * 4097, "4097 tokens, more than max_model_len 4096$"),
+    ],
+)
+def test_what_is_no_prompt(prompt: Any, message: str) -> None:
+    """Told as what it is, not as a wrong token id or an unknown field."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        read(prompt, max_tokens=0)
