@@ -188,9 +188,13 @@ def _fitting_pages(
     without_host, _ = one_page.pages_within(device_bytes, 0)
     if without_host >= needed:
         return needed, 0
+    least = FEWEST_DEVICE_PAGES
+    if options.kv_policy == "swap" and one_page.max_pages_per_sequence <= without_host:
+        # All pages of a sequence that runs are on the devices.
+        least = max(least, one_page.max_pages_per_sequence)
     wanted = min(host_bytes // one_page.page_bytes, needed)
     device_pages, host_pages = one_page.pages_within(
-        device_bytes, wanted * one_page.page_bytes, FEWEST_DEVICE_PAGES
+        device_bytes, wanted * one_page.page_bytes, least
     )
     if options.kv_policy == "hybrid" and host_pages == wanted:
         more += " or raise host_memory_gib"
@@ -199,14 +203,14 @@ def _fitting_pages(
         given = f"host_memory_gib {options.host_memory_gib}"
         if not host_pages:
             raise ValueError(
-                f"{given} needs {FEWEST_DEVICE_PAGES} pages on the devices, beside the index keys "
+                f"{given} needs {least} pages on the devices, beside the index keys "
                 f"of its own, and there is memory for {without_host}: leave it out, and use "
                 "kv_policy='resident'"
             )
         most = math.floor(host_pages * one_page.page_bytes / 2**30 * 1e6) / 1e6
         raise ValueError(
-            f"{given} holds {wanted} pages, whose index keys leave fewer than "
-            f"{FEWEST_DEVICE_PAGES} pages on the devices: set host_memory_gib to at most {most}"
+            f"{given} holds {wanted} pages, whose index keys leave fewer than {least} pages on the "
+            f"devices: set host_memory_gib to at most {most}"
         )
     return device_pages, host_pages
 

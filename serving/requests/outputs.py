@@ -104,6 +104,8 @@ class TokenLogprobs(Mapping[int, Logprob]):
         return None if self._texts is None else self._texts[token_id]
 
     def _place(self, token_id: int) -> int:
+        if not isinstance(token_id, int | np.integer):
+            raise KeyError(token_id)
         if self._by_id is None:
             self._by_id = np.argsort(self.best_ids)
         found = bisect.bisect_left(self._by_id, token_id, key=self.best_ids.__getitem__)

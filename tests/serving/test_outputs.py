@@ -85,6 +85,17 @@ def test_whole_vocabulary() -> None:
     assert repr(entry).endswith("...})")
 
 
+@pytest.mark.usefixtures("as_a_user")
+def test_keys_that_are_no_ids() -> None:
+    """An error of numpy for a text that is looked up."""
+    entries = output().outputs[0].logprobs
+    assert entries is not None
+    entry = entries[0]
+    assert "x" not in entry and None not in entry
+    with pytest.raises(KeyError):
+        entry["x"]  # pyright: ignore[reportArgumentType]
+
+
 def output() -> RequestOutput:
     ids, logprobs = np.array([932, 558], np.int32), np.array([-0.5, -1.5], np.float32)
     found = TokenLogprobs(1, -9.0, 40, ids, logprobs, TokenTexts(TOKENIZER))

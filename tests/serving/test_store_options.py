@@ -76,17 +76,20 @@ def test_devices_full_of_weights() -> None:
         resolve(gib_in_use=139)
 
 
+@pytest.mark.parametrize("kv_policy", ["hybrid", "swap"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_host_memory_that_the_devices_have_no_keys_for(platform: str) -> None:
+def test_host_memory_that_the_devices_have_no_keys_for(platform: str, kv_policy: str) -> None:
     """Other options are blamed for it, or the value that is named does not fit either."""
     sizes: dict[str, Any] = {"model": "test-small", "row_kind": "float32", "platform": platform}
-    sizes |= {"gib_in_use": 128, "max_sequences": 1 << 14}
+    sizes |= {"gib_in_use": 128, "max_sequences": 1 << 14, "kv_policy": kv_policy}
     with pytest.raises(ValueError, match=r"^host_memory_gib 60 .*to at most [\d.]+$") as caught:
         resolve(host_memory_gib=60, **sizes)
     most = float(str(caught.value).split()[-1])
     assert 20 < most < 40
     fitting = resolve(host_memory_gib=most, **sizes)
-    assert fitting.device_pages == FEWEST_DEVICE_PAGES
+    # A sequence that runs has all its pages on the devices with "swap".
+    least = FEWEST_DEVICE_PAGES if kv_policy == "hybrid" else fitting.max_pages_per_sequence
+    assert fitting.device_pages == least
     assert most - 1e-3 < fitting.host_bytes / 2**30 <= most
     # Left open, it is as much as there are keys for.
     assert resolve(host_memory_gib=None, **sizes).device_pages >= FEWEST_DEVICE_PAGES
@@ -109,7 +112,8 @@ def test_limits_that_are_named_fit() -> None:
     longest = int(re.findall("at most (\\d+)", str(caught.value))[0])
     assert 0 < longest < 1 << 20
     assert resolve(kv_policy="swap", gib_in_use=124, max_model_len=longest).host_pages > 0
-    with pytest.raises(ValueError, match="max_model_len"):
+    # Longer ones fit beside less host memory.
+    with pytest.raises(ValueError, match=r"host_memory_gib 40 .*to at most"):
         resolve(kv_policy="swap", gib_in_use=124, max_model_len=longest + 1)
     with pytest.raises(ValueError, match=r"hot_rows 30000 .*set hot_rows to at most \d+") as caught:
         resolve(device_pages=100, hot_rows=30_000)
