@@ -43,6 +43,8 @@ class EngineServer:
         """
         grown, now, ended = self._engine.step(), time.monotonic(), []
         for request in grown:
+            if request not in self._agents:
+                continue  # It was left by an earlier run.
             first = self._first.setdefault(request, now)
             if not request.finished:
                 continue

@@ -175,7 +175,8 @@ class Engine:
         errors in a row, without a token between them, the engine stops and all fail.
 
         Returns:
-            The requests whose outputs have grown, ended or failed.
+            The requests whose outputs have grown, ended or failed since the last step, those among
+            them that were aborted.
         """
         self._state.change(self._step)
         return self.requests.take_grown()

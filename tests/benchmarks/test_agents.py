@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import agents
-from benchmarks.agent_servers import SimulatedServer
+from benchmarks.agent_servers import EngineServer, SimulatedServer
 from benchmarks.agent_workload import (
     AGENTS,
     Answer,
@@ -22,6 +22,7 @@ from benchmarks.progress import show_progress
 from kvcache import KVGeometry
 from pallas_kernels.common.row_format import RowFormat
 from serving.options.engine_options import KVPolicy
+from serving.requests.request import Request
 from tests.terminal import terminal
 
 # Types are checked elsewhere; checks at every call would take much of the time.
@@ -220,3 +221,13 @@ def test_the_node() -> None:
     assert AGENTS.context_tokens == 74_160 + 12 * 753 + 13 * 220
     scaled = AGENTS.scaled(64)
     assert (scaled.first_tokens, scaled.later_tokens, scaled.output_tokens) == (1159, 12, 4)
+
+
+def test_requests_of_an_earlier_run() -> None:
+    """A run that ends with an error for a request that the one before it has left."""
+
+    class LeftEngine:
+        def step(self) -> list[Request]:
+            return [Request("left", None, [])]
+
+    assert EngineServer(LeftEngine()).step() == []  # pyright: ignore[reportArgumentType]
