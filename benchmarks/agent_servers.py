@@ -1,4 +1,4 @@
-"""What answers the agents: an engine, or its scheduler and cache alone on a simulated device."""
+"""Servers of the agents: an engine, or its scheduler and cache alone on a simulated device."""
 
 import dataclasses
 import time
@@ -93,7 +93,7 @@ class _Turn:
 class SimulatedServer:
     """The scheduler and the account of the cache, in which a step takes no time and no memory.
 
-    It tells how many run at once and what is found in the cache, for stores of any size.
+    It shows how many run at once and what is found in the cache, for stores of any size.
 
     Args:
         geometry: sizes of the store.

@@ -1,4 +1,4 @@
-"""Which sequences may start, with some pages promised, and which of those that run may grow."""
+"""Admission of sequences: which may start, with pages reserved, and which may grow."""
 
 import dataclasses
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""What the cache did, for one request or in total."""
+"""Counters of the cache, for one request or in total."""
 
 import dataclasses
 

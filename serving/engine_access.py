@@ -26,6 +26,7 @@ class EngineAccess:
         if _first_process is None:
             _first_process = os.getpid()
         self._owner, self._process = owner, _first_process
+        # Re-entrant locks: a thread that does not have one cannot release it.
         self._lock = threading.RLock()
         # Held by whoever gets the other lock next, whose signal handlers may overtake it.
         self._next_in_turn = threading.RLock()

@@ -1,4 +1,4 @@
-"""Which layers are alike, and which are compiled once and scanned.
+"""Plan of the layers: which are alike, and which are compiled once and scanned.
 
 A layer's place in each parameter stack follows from the config: attention is stacked over all
 layers, indexers over the full ones, dense MLPs and experts over theirs.

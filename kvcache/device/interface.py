@@ -1,4 +1,4 @@
-"""What the account of a cache has its device do, and a device that only pretends to."""
+"""Device interface of the KV cache, and a simulated implementation."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable

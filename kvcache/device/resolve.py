@@ -1,4 +1,4 @@
-"""From selected positions to physical rows: what is not on the device is staged, as far as it goes.
+"""Resolution of selected positions to physical rows; what is not on the device is staged.
 
 A step of a few rows a sequence keeps single rows of host pages in the sequence's hot rows. A longer
 one, which selects from nearly every page, borrows staging pages instead. What has room in neither
