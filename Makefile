@@ -8,8 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files stay in the order that tests/conftest.py gives them, the slowest first.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What runs the model's steps is tested apart from what computes them: see tests/conftest.py.
-RUN_STEPS := $(wildcard tests/serving/test_*.py) tests/test_docs.py \
-	tests/benchmarks/test_hybrid_decode.py tests/glm53/test_decode_with_kernels.py
+RUN_STEPS := $(filter-out tests/serving/sampling/% tests/serving/scheduler/%,\
+	$(wildcard tests/serving/test_*.py tests/serving/*/test_*.py)) tests/test_docs.py \
+	tests/benchmarks/test_hybrid_decode.py tests/glm53/model/test_decode_with_kernels.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

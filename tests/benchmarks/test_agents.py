@@ -23,7 +23,7 @@ from kvcache import KVGeometry
 from pallas_kernels.common.row_format import RowFormat
 from serving.options.engine_options import KVPolicy
 from serving.requests.request import Request
-from tests.terminal import terminal
+from tests.helpers.terminal import terminal
 
 # Types are checked elsewhere; checks at every call would take much of the time.
 pytestmark = pytest.mark.usefixtures("as_a_user")

@@ -16,8 +16,8 @@ from glm53 import LLM, RequestOutput, SamplingParams, chat
 from serving import batch
 from serving.batch import BatchCounts, run_batch
 from serving.cli import main
-from tests.serving.fake_llm import COMPLETIONS, FakeLLM, answer, line, one_by_one
-from tests.support import GOLDEN
+from tests.helpers.fake_llm import COMPLETIONS, FakeLLM, answer, line, one_by_one
+from tests.helpers.session import GOLDEN
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 

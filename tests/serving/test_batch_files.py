@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from glm53 import LLM, RequestOutput
 from serving.batch import BatchCounts, count_requests, run_batch
 from serving.cli import main
-from tests.serving.fake_llm import FakeLLM, answer, line, one_by_one
-from tests.terminal import terminal
+from tests.helpers.fake_llm import FakeLLM, answer, line, one_by_one
+from tests.helpers.terminal import terminal
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
