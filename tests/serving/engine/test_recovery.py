@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from glm53 import LLM, EngineDeadError, GenerationError, SamplingParams, ServingLoop
-from kvcache import KVGeometry
+from kvcache import CacheCounters, KVGeometry
 from serving import engine_access
 from serving.engine.engine import Engine
 from serving.engine.failures import MAX_FAILURES
@@ -65,7 +65,8 @@ def parts(root: object) -> list[Any]:
         one = left.popleft()
         ours = type(one).__module__.startswith(("kvcache", "serving.scheduler"))
         container = isinstance(one, dict | list | set | deque)
-        if id(one) in seen or isinstance(one, KVGeometry) or not (ours or container):
+        immutable = isinstance(one, KVGeometry | CacheCounters)
+        if id(one) in seen or immutable or not (ours or container):
             continue
         seen.add(id(one))
         found.append(one)
