@@ -16,6 +16,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.compiles
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_example(

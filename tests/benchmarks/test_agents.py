@@ -25,9 +25,6 @@ from serving.options.engine_options import KVPolicy
 from serving.requests.request import Request
 from tests.helpers.terminal import terminal
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
-
 PAGE = 64
 WORKLOAD = Workload(turns=13, first_tokens=1280, later_tokens=12, output_tokens=16)
 DEVICE_CONTEXTS, HOST_CONTEXTS = 7.4, 31  # an eighth of the node's

@@ -27,6 +27,8 @@ from benchmarks.h200_staging import Overlap
 from pallas_kernels.common.implementation import Implementation
 from tests.helpers.bits import assert_same_bits
 
+pytestmark = pytest.mark.compiles
+
 
 def dry_run(file: Path, capsys: pytest.CaptureFixture[str], *operations: str) -> None:
     """Runs the script to its end and looks at all that it says."""

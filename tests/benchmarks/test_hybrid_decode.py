@@ -13,6 +13,7 @@ from glm53.model.config import GLMConfig
 from glm53.model.sharding import make_mesh
 from tests.helpers.toy_model import SIZES
 
+pytestmark = pytest.mark.compiles
 CONTEXT = 256
 
 

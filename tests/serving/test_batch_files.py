@@ -25,8 +25,6 @@ from serving.cli import main
 from tests.helpers.fake_llm import FakeLLM, answer, line, one_by_one
 from tests.helpers.terminal import terminal
 
-pytestmark = pytest.mark.usefixtures("as_a_user")
-
 BOM = codecs.BOM_UTF8
 LINES = [line("a", prompt="x"), line("b" * 50, prompt="x"), b"nope\n", line("c", prompt="x")]
 

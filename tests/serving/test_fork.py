@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.toy_engine import toy_options
 
 FORK = """
@@ -88,6 +90,7 @@ print("served")
 """
 
 
+@pytest.mark.compiles
 def test_fork(tmp_path: Path) -> None:
     """A child that waits for threads and locks of its parent, or disturbs it; also at its end."""
     toy_options(tmp_path)  # writes the model

@@ -14,8 +14,7 @@ from serving.engine.compile_counter import CompileCounter
 from serving.engine.engine import Engine
 from tests.helpers.toy_engine import finish, request, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 SETTINGS: list[tuple[str, Any]] = [
     ("jax_enable_x64", True),

@@ -91,6 +91,7 @@ def source(tmp_path: Path) -> Path:
     return shutil.copytree(GOLDEN / "tiny_mtp", tmp_path / "source", ignore=names)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kit", KITS)
 @pytest.mark.parametrize("most_bytes", [1 << 30, 500_000])
 def test_round_trip(
@@ -124,6 +125,7 @@ def test_round_trip(
         assert index["weight_map"].keys() == expected.keys()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kit", KITS)
 def test_report_and_format(kit: str, tmp_path: Path) -> None:
     """A wrong count in the report, or a safetensors directory that is not recognised as one."""
@@ -139,6 +141,7 @@ def test_report_and_format(kit: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kit", KITS)
 def test_read_by_safetensors(
     kit: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +169,7 @@ def test_read_by_safetensors(
     assert seen == expected.keys()
 
 
+@pytest.mark.compiles
 def test_every_bit_pattern(source: Path, tmp_path: Path) -> None:
     """Zeros with a sign, subnormal numbers, infinities and NaNs, which arithmetic would change."""
     file = source / "model.safetensors"
@@ -180,6 +184,7 @@ def test_every_bit_pattern(source: Path, tmp_path: Path) -> None:
     assert stored_bytes(tmp_path / "back") == stored_bytes(source)
 
 
+@pytest.mark.compiles
 def test_files_that_go_along(source: Path, tmp_path: Path) -> None:
     """A tokenizer or a setting that is lost or rewritten; weights that are copied as well."""
     for name in EXTRA_FILES:
@@ -204,6 +209,7 @@ def save_zeros(path: Path, config: GLMConfig, fill: float = 0.0) -> Path:
     return path
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", ["test-small", "test-small-fp8"])
 def test_orbax_without_hugging_face_config(name: str, tmp_path: Path) -> None:
     """A directory of `save_orbax` that converts to one without a config, or with another."""
@@ -222,6 +228,7 @@ def test_hugging_face_config(name: str) -> None:
         assert GLMConfig.from_hf(fields) == config
 
 
+@pytest.mark.compiles
 def test_wider_parameters(tmp_path: Path) -> None:
     """A BF16 model saved in float32: narrowed where that is exact, and refused where it is not."""
     config = preset("test-small").replace(weight_dtype="bfloat16", compute_dtype="float32")
@@ -235,6 +242,7 @@ def test_wider_parameters(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "exact", "inexact"]
 
 
+@pytest.mark.compiles
 def test_tensor_larger_than_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit below the size of one tensor, or of every one."""
     monkeypatch.setattr(safetensors_writer, "MOST_FILE_BYTES", 1)
@@ -286,6 +294,7 @@ def test_damaged_source(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.compiles
 def test_damaged_orbax_source(folder: Path, tmp_path: Path) -> None:
     """The same for orbax: arrays that are gone, and a config.json of another model."""
     lost = shutil.copytree(orbax_form("tiny_f32", folder), tmp_path / "lost")
@@ -338,6 +347,7 @@ def test_refused_destination(
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 @pytest.mark.parametrize("to_orbax", [True, False], ids=["to_orbax", "to_safetensors"])
 def test_exception(
@@ -367,6 +377,7 @@ def test_exception(
     assert parameter_bytes(tmp_path / "new") == parameter_bytes(GOLDEN / "tiny_f32")
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("room", [100, 100_000])
 @pytest.mark.parametrize("to_orbax", [True, False], ids=["to_orbax", "to_safetensors"])
 def test_full_disk(to_orbax: bool, room: int, folder: Path, tmp_path: Path) -> None:
@@ -399,6 +410,7 @@ convert_checkpoint(source, destination)
 """
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("to_orbax", "module", "name", "calls"),
     [

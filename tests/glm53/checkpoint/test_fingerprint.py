@@ -23,6 +23,7 @@ from glm53.model.presets import preset
 from glm53.model.sharding import make_mesh
 from tests.helpers.session import GOLDEN, golden_config, golden_params, preset_params
 
+pytestmark = pytest.mark.compiles
 CONFIG = preset("test-small-fp8")
 UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 

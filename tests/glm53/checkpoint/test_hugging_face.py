@@ -144,6 +144,7 @@ def check_parameters(params: nnx.State, tensors: Tensors, config: GLMConfig) -> 
         assert arrays[path][place].tobytes() == tensor.tobytes(), name
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("config", "compute_dtype", "num_devices"),
     [
@@ -173,6 +174,7 @@ def test_values(config: GLMConfig, compute_dtype: str, num_devices: int, tmp_pat
         assert value.addressable_shards[0].data.size * num_devices**axes == value.size
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("files", "index"), [(1, False), (1, True), (2, True), (5, False)])
 def test_files(files: int, index: bool, tmp_path: Path) -> None:
     """A checkpoint of one file, of many, or without an index, of which not all is read."""
@@ -185,6 +187,7 @@ def test_files(files: int, index: bool, tmp_path: Path) -> None:
     check_parameters(load_hugging_face(str(tmp_path), FP8, make_mesh()), tensors, FP8)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("kit", "num_devices"), [("tiny_f32", 1), ("tiny_fp8", 4), ("tiny_mtp", 1)]
 )
@@ -198,6 +201,7 @@ def test_golden_values(kit: str, num_devices: int) -> None:
     check_parameters(golden_params(kit, num_devices), tensors, golden_config(kit))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_dequantised_matrices(num_devices: int, tmp_path: Path) -> None:
     """A device that takes the scale of another block than its rows or columns lie in."""
@@ -241,6 +245,7 @@ def test_dequantised_matrices(num_devices: int, tmp_path: Path) -> None:
     assert bool(straddled) == (num_devices > 1)
 
 
+@pytest.mark.compiles
 def test_memory_dtypes(tmp_path: Path) -> None:
     """FP8 weights that are widened in memory."""
     params = load_hugging_face(write(tmp_path, make_tensors(FP8)), FP8, make_mesh(2))
@@ -251,6 +256,7 @@ def test_memory_dtypes(tmp_path: Path) -> None:
     assert len(narrow) == len(scaled) == 5 + 2 + 3 + 3 + 3
 
 
+@pytest.mark.compiles
 def test_model_without_some_layers(tmp_path: Path) -> None:
     """A stack of no layers that is left out of the parameters."""
     config = F32.replace(mlp_layer_types=("dense",) * 3, num_nextn_predict_layers=0)
@@ -261,6 +267,7 @@ def test_model_without_some_layers(tmp_path: Path) -> None:
     assert experts.get_value().size == 0
 
 
+@pytest.mark.compiles
 def test_duplicates_of_the_draft_layer(tmp_path: Path) -> None:
     """A copy of the embedding and the head in the draft layer that is refused, or taken."""
     tensors = make_tensors(BF16)
@@ -359,6 +366,7 @@ def spoil(tensors: Tensors, names: Iterable[str]) -> set[str]:
     return {f"{name} holds 1 values that are not finite" for name in names}
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("config", [F32, BF16, FP8], ids=["F32", "BF16", "FP8"])
 def test_numbers_that_are_not_finite(config: GLMConfig, tmp_path: Path) -> None:
     """One bad number that spoils every token, loaded without a word."""

@@ -2,7 +2,6 @@ import functools
 import itertools
 
 import jax
-import jaxtyping
 import pytest
 from flax import nnx
 from safetensors import safe_open
@@ -22,12 +21,7 @@ KITS = ("tiny_f32", "tiny_fp8", "tiny_mtp")
 
 @functools.cache
 def inventory(config: GLMConfig) -> tuple[TensorSpec, ...]:
-    """The list of tensors. Checked annotations would make the largest five times as slow."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        return tensor_inventory(config)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    return tensor_inventory(config)
 
 
 def abstract_parameters(config: GLMConfig) -> dict[tuple, jax.ShapeDtypeStruct]:

@@ -23,6 +23,7 @@ from glm53.model.sharding import make_mesh, parameter_shardings
 from tests.helpers.full_disk import full_disk
 from tests.helpers.peak_memory import run_script
 
+pytestmark = pytest.mark.compiles
 F32 = preset("test-small")
 FP8 = preset("test-small-fp8")
 

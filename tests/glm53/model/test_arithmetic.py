@@ -18,6 +18,8 @@ from glm53.model.rope import apply_rope, rope_angles
 from glm53.model.row_tiles import ROW_TILE
 from glm53.model.sharding import make_mesh, parameter_specs
 
+pytestmark = pytest.mark.compiles
+
 
 @functools.partial(jax.jit, static_argnums=1)
 def _dispatch(experts: jax.Array, num_experts: int) -> tuple[jax.Array | int, ...]:

@@ -17,6 +17,7 @@ from glm53.model.linear import matmul
 from glm53.model.row_tiles import ROW_TILE, map_row_tiles
 from tests.helpers.session import Session, micro_config, preset_params, random_tokens
 
+pytestmark = pytest.mark.compiles
 LENGTH = 144  # many times index_topk, and longer than a block of rows that are scored together
 SLOTS = 3
 ROW_BUCKETS = (16, LENGTH)

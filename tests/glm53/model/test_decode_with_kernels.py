@@ -24,6 +24,7 @@ from pallas_kernels.common.implementation import preferred
 from pallas_kernels.common.row_format import RowFormat
 from tests.helpers.session import preset_params
 
+pytestmark = pytest.mark.compiles
 LENGTH, PAGES = 150, 5  # tokens of each sequence, and the pages that they fill
 LEASED, UNLEASED = 0, 2  # slots of the sequences
 KERNELS = {
@@ -150,7 +151,7 @@ def host_tier(state: State) -> HostTier:
 
 
 def without_means(state: State) -> State:
-    host = dataclasses.replace(host_tier(state), hot_mean=jnp.zeros((1,)))
+    host = dataclasses.replace(host_tier(state), hot_mean=jnp.zeros_like(host_tier(state).hot_mean))
     return state._replace(store=dataclasses.replace(state.store, host=host))
 
 
@@ -161,7 +162,6 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(one, other, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.usefixtures("as_a_user")
 def test_equal_to_references(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,13 +16,12 @@ from tests.glm53.model.test_golden import LOGITS_ATOL
 from tests.helpers.cached_session import CachedSession
 from tests.helpers.session import golden_arrays, golden_config, golden_params
 
+pytestmark = pytest.mark.compiles
 KIT = "tiny_f32"
 LAYERS, DEVICE_PAGES, HOST_PAGES, ROWS = 3, 4, 6, 8
 LATENT, ROPE, HEADS = 160, 8, 3
 
 
-# Types are checked elsewhere; checks at every call would take most of the time.
-@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     ("num_devices", "rows", "device_pages", "host_pages"),
     [(1, 4, 8, 24), pytest.param(2, 16, 5, 11, marks=pytest.mark.slow)],

@@ -12,6 +12,7 @@ from kvcache.tiers.page_states import PageState
 from tests.helpers.cached_session import CachedSession, as_bytes, page_rows
 from tests.helpers.session import preset_params, random_tokens
 
+pytestmark = pytest.mark.compiles
 PAGE = 8
 CACHED, LENGTH = 3 * PAGE + 5, 5 * PAGE
 ROWS, DRAFTS = 16, 3

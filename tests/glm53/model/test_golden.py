@@ -21,8 +21,7 @@ from kvcache import KVStore
 from pallas_kernels.common.row_format import RowKind
 from tests.helpers.session import GOLDEN, Session, golden_arrays, golden_config, golden_params
 
-# Types are checked elsewhere; checks at every call would take a tenth of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 LOGITS_ATOL = 2e-4
 HIDDEN_ATOL = 5e-4
 ROWS = 320  # one compiled prefill step for every prompt, always traced: each takes seconds

@@ -150,6 +150,7 @@ def test_irregular_plan() -> None:
     assert sum(len(segment.layers) for segment in segments) < len(IRREGULAR)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("one_body", [True, False])
 @pytest.mark.parametrize("letters", ["FFFSSSFS", "FFSFSFS", "FSFS", "FFF"])
 def test_run_layers(letters: str, one_body: bool) -> None:
@@ -174,7 +175,7 @@ def _in_one_form(one_body: bool) -> Callable:
     return lambda *args, **_: run_layers(*args, one_body=one_body)
 
 
-@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.compiles
 def test_both_forms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One loop over all layers, which runs on CPUs, that does other than the loops of GPUs: in a
     model with a repeated pattern and a layer besides, and a cache with rows in each tier."""

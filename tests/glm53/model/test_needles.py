@@ -17,6 +17,7 @@ from kvcache.device.store import KVStore, locate_rows
 from serving.options.engine_options import model_path
 from tests.helpers.session import Session
 
+pytestmark = pytest.mark.compiles
 MODEL = model_path("tiny")
 ROWS = 512
 ANSWER_TOKENS = 20

@@ -44,8 +44,7 @@ FORKS = (LENGTH, 21, 24, 0)
 PAGES = {1: (8, 14), 2: (6, 8)}
 """Pages of the device and of the host, by number of devices."""
 
-# Checks of types, at every call, would take four fifths of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 
 @functools.cache

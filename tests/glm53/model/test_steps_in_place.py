@@ -14,6 +14,7 @@ from kvcache import KVStore, SequenceState
 from pallas_kernels.common.row_format import RowKind
 from tests.helpers.in_place import check_in_place, pointers
 
+pytestmark = pytest.mark.compiles
 HOST_TIER = {"host_pages": 3000, "hot_rows": 20, "staging_pages": 8}
 
 

@@ -17,6 +17,7 @@ from pallas_kernels.common.host_memory import HOST_MEMORY
 from pallas_kernels.common.row_format import RowFormat
 from tests.helpers.hot_rows import HotRows
 
+pytestmark = pytest.mark.compiles
 GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 3), 3, 5, 4
 FIRST_LAYER = (0, 1)
 DEVICE_PAGES, HOST_PAGES = 14, 18

@@ -27,6 +27,7 @@ from kvcache.device.transitions import Transitions
 from pallas_kernels.common.row_format import RowFormat, RowKind
 from tests.helpers.in_place import check_in_place, pointers
 
+pytestmark = pytest.mark.compiles
 GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 2), 4, 4, 4
 LAYERS, INDEX_LAYERS = sum(GROUP_LAYERS), len(GROUP_LAYERS)
 # Pages that sequences get, and pages that are held so that a page's id, its place in the slab and

@@ -14,6 +14,7 @@ from kvcache.device.transitions import Transitions
 from pallas_kernels.common.row_format import RowFormat, RowKind
 from tests.helpers.in_place import check_in_place, fetch_copy, pointers
 
+pytestmark = pytest.mark.compiles
 DEVICE_PAGES, HOST_PAGES, SLOTS, HOT_PAGES, STAGING_PAGES = 30, 40, 4, 2, 3
 MOVES = 5
 stores = pytest.mark.parametrize(("num_devices", "kind"), [(1, "bfloat16"), (2, "fp8")])

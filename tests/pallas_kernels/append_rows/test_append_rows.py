@@ -13,6 +13,7 @@ from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.common.slab_spec import GLM_ROWS, random_bytes
 from tests.helpers.bits import as_bits, assert_same_bits
 
+pytestmark = pytest.mark.compiles
 RACE = "RACE DETECTED"
 
 

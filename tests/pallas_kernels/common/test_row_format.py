@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind, power_of_two_scale
 
+pytestmark = pytest.mark.compiles
 LEAST_ROW_SCALE, LEAST_KEY_SCALE = 1e-4, 1e-4 / 448
 GLM_ROW, GLM_KEY = (512, 64, LEAST_ROW_SCALE), (128, 0, LEAST_KEY_SCALE)
 # A full group and a started one.

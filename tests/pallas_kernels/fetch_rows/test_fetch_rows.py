@@ -15,6 +15,7 @@ from pallas_kernels.fetch_rows import fetch_rows, mosaic_gpu, reference
 from pallas_kernels.fetch_rows.specs import SPECS, FetchSpec, row_lists
 from tests.helpers.bits import assert_same_bits
 
+pytestmark = pytest.mark.compiles
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 RACE = "RACE DETECTED"
 JUNK = (-1, 2**31 - 1)  # what lies beyond the end of a list

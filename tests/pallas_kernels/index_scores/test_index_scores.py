@@ -10,6 +10,8 @@ import pytest
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.index_scores import KEY_BLOCK, index_scores
 
+pytestmark = pytest.mark.compiles
+
 HEADS, KEY_DIM, LAYERS, LAYER = 8, 32, 3, 1
 
 

@@ -28,6 +28,7 @@ from pallas_kernels.index_scores.specs import (
 from pallas_kernels.select_topk import select_topk
 from tests.helpers.bits import assert_same_bits
 
+pytestmark = pytest.mark.compiles
 RACE = "RACE DETECTED"
 LAYER = 1
 # A sixteenth of the bound that the operation states: roundings do not all point the same way.

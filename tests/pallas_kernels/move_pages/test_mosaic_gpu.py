@@ -15,6 +15,7 @@ from pallas_kernels.move_pages import copy_pages, mosaic_gpu, reference, store_p
 from pallas_kernels.move_pages.specs import COPY_SPECS, SPECS, random_moves
 from tests.helpers.bits import assert_same_bits
 
+pytestmark = pytest.mark.compiles
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 RACE = "RACE DETECTED"
 COPIES = {"odd_narrow": SPECS["odd_narrow"]} | COPY_SPECS

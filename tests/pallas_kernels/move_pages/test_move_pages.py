@@ -8,6 +8,7 @@ from pallas_kernels.common.row_format import RowKind
 from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
 from tests.helpers.two_memories import DEVICE_PAGES, HOST_PAGES, Bytes, TwoMemories
 
+pytestmark = pytest.mark.compiles
 SIZE = 8
 
 stores = pytest.mark.parametrize(

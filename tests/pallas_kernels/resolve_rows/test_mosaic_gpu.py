@@ -11,6 +11,7 @@ from pallas_kernels.resolve_rows import Resolution, mosaic_gpu, resolve_rows
 from pallas_kernels.resolve_rows.specs import SPECS, ResolveSpec, arguments
 from tests.helpers.bits import assert_same_bits
 
+pytestmark = pytest.mark.compiles
 RACE = "RACE DETECTED"
 
 

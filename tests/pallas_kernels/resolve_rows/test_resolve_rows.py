@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pallas_kernels.resolve_rows import resolve_rows
 from tests.helpers.hot_rows import HotRows
 
+pytestmark = pytest.mark.compiles
+
 SLOTS, GROUPS, SEQUENCES = 4, 2, 3
 CONTEXT, NUM_DEVICES, DEVICE = 60, 2, 1  # positions of a sequence, every other one on this device
 ROWS_PER_PAGE = 4  # of a page on the device

@@ -21,6 +21,7 @@ from pallas_kernels.select_topk.specs import (
 )
 from tests.helpers.bits import assert_same_bits
 
+pytestmark = pytest.mark.compiles
 RACE = "RACE DETECTED"
 FIRST = 9
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.select_topk import merge_topk, select_topk
 
+pytestmark = pytest.mark.compiles
 CONTEXT = 24
 NONE = -1
 FIRST = 1  # of the merged selections, as in the MTP layer

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import merge_attention, sparse_attention
 
+pytestmark = pytest.mark.compiles
 LATENT, ROPE, HEADS, LAYERS = 32, 8, 4, 3
 PAGES, ROWS_PER_PAGE = 12, 8
 PLACES = PAGES * ROWS_PER_PAGE

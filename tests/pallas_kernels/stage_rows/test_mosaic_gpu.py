@@ -15,6 +15,7 @@ from pallas_kernels.stage_rows import mosaic_gpu, reference, stage_pages, stage_
 from pallas_kernels.stage_rows.specs import SPECS, StageSpec, page_lists, row_lists
 from tests.helpers.bits import assert_same_bits
 
+pytestmark = pytest.mark.compiles
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 RACE = "RACE DETECTED"
 JUNK = (-1, 2**31 - 1)  # what lies beyond the end of a list

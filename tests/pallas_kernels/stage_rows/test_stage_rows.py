@@ -13,6 +13,7 @@ from tests.helpers.two_memories import (
     TwoMemories,
 )
 
+pytestmark = pytest.mark.compiles
 EVERYWHERE, BY_DEVICE = PartitionSpec(), PartitionSpec("model")
 MISSES = 150  # two bursts of 64 rows and a part of one
 JUNK = [-1, 2**31 - 1]  # what lies beyond the end of a list

@@ -21,6 +21,7 @@ from serving.cli import batch, convert, generate, info, main, process
 from serving.requests.outputs import CompletionOutput
 
 
+@pytest.mark.compiles
 def test_generate(capsys: pytest.CaptureFixture) -> None:
     """Prints the continuation alone on standard output."""
     options = ["--temperature", "0", "--max-tokens", "4"]

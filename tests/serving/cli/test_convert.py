@@ -9,6 +9,7 @@ from serving.cli import main
 from tests.helpers.session import GOLDEN
 
 
+@pytest.mark.compiles
 def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """One line for each direction, and a directory that loads, from the built-in model."""
     first, second = tmp_path / "first", tmp_path / "second"

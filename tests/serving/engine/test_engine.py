@@ -17,8 +17,7 @@ from serving.requests.sampling_params import SamplingParams
 from serving.scheduler import PrefillChunk
 from tests.helpers.toy_engine import PAGES, assert_idle, finish, request, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 
 @pytest.fixture(scope="module")

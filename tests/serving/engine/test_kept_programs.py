@@ -20,6 +20,7 @@ from tests.helpers.full_disk import full_disk
 from tests.helpers.terminal import terminal
 from tests.helpers.toy_engine import finish, request, tokens, toy_options
 
+pytestmark = pytest.mark.compiles
 LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 SETTINGS = ("jax_compilation_cache_dir", LEAST_SECONDS, "jax_enable_compilation_cache")
 

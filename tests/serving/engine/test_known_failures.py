@@ -28,8 +28,7 @@ from serving.scheduler import PrefillChunk
 from tests.helpers.session import golden_config
 from tests.helpers.toy_model import write_grouped_model
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 LONGEST = 1024
 HOST_GIB = 0.0004  # 8 pages
 PAGE = 128  # rows, and the most that a prefill step computes

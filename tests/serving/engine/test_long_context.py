@@ -15,12 +15,11 @@ from serving.engine.buckets import Buckets
 from serving.options.engine_options import model_path
 from tests.helpers.toy_model import write_grouped_model
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 LONGEST = 131_072
 NEW_TOKENS = 8
 STEP_ROWS = 192
-FEW_PAGES = 6  # of 250 that the longer document takes, of 128 and 125 that the others do
+FEW_PAGES = 6  # of 250 that the longer document takes, of 125 that the shorter one does
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +87,9 @@ def questions(name: str, count: int) -> list[str]:
     ]
 
 
-def reader(model: str | Path, max_model_len: int = 16_640, **options: Any) -> LLM:
+def reader(model: str | Path, **options: Any) -> LLM:
     llm = LLM(
-        model,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-        max_num_batched_tokens=STEP_ROWS,
-        **options,
+        model, max_model_len=16_640, max_num_seqs=1, max_num_batched_tokens=STEP_ROWS, **options
     )
     # One shape of each step.
     pages = llm._engine.runner.geometry.max_pages_per_sequence
@@ -103,12 +98,12 @@ def reader(model: str | Path, max_model_len: int = 16_640, **options: Any) -> LL
 
 
 def test_long_prompt(toy: Path) -> None:
-    """8,192 tokens whose pages leave the device while the prompt is computed."""
-    prompt = np.random.default_rng(2).integers(0, 256, 8_192).tolist()
+    """16,384 tokens whose pages leave the device while the prompt is computed."""
+    prompt = np.random.default_rng(2).integers(0, 256, 16_384).tolist()
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
     found = []
-    for options in ({"kv_policy": "resident"}, {"device_pages": FEW_PAGES}):
-        llm = reader(toy, 8_448, **options)
+    for options in ({"kv_policy": "resident"}, {"device_pages": 12}):
+        llm = reader(toy, **options)
         (output,) = llm.generate({"prompt_token_ids": prompt}, params)
         llm._engine.runner.cache.check_integrity()
         found.append((output.outputs[0].token_ids, output.outputs[0].cumulative_logprob))

@@ -5,6 +5,8 @@ import pytest
 
 from glm53 import LLM
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.mark.parametrize(
     "error", [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes"), MemoryError()]

@@ -16,8 +16,7 @@ from serving.engine.engine import Engine
 from tests.helpers.session import GOLDEN, golden_arrays
 from tests.helpers.toy_engine import finish, request, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 MODEL = GOLDEN / "tiny_f32"
 # With as many pages, those of test_llm.py, whose compiled steps are found in the cache.
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 16}

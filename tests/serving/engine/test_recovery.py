@@ -20,8 +20,7 @@ from serving.engine.failures import MAX_FAILURES
 from serving.engine.model_runner import ModelRunner
 from tests.helpers.toy_engine import assert_idle, request, tokens, toy_llm, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 ROOT = Path(__file__).parents[3]
 PROMPT = tokens(7, 40)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -12,8 +12,7 @@ from serving.engine.engine import Engine
 from serving.requests.request import Request
 from tests.helpers.toy_engine import assert_idle, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 PROMPTS = [
     tokens(1, 90),

@@ -12,8 +12,7 @@ from serving.engine.engine import Engine
 from serving.requests.request import Request
 from tests.helpers.toy_engine import LONGEST, assert_idle, request, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = [pytest.mark.usefixtures("as_a_user"), pytest.mark.slow]
+pytestmark = [pytest.mark.compiles, pytest.mark.slow]
 
 MOST_OUTPUT = 120
 EVENTS = st.one_of(

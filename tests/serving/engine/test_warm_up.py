@@ -14,8 +14,7 @@ from serving.engine.warm_up import warm_up_programs
 from serving.requests.request import Request
 from tests.helpers.toy_engine import assert_idle, finish, request, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 
 def warm_engine(folder: Path, **options: Any) -> Engine:

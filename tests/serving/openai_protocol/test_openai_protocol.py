@@ -19,8 +19,6 @@ from serving.options.engine_options import BUILT_IN_MODEL, model_path
 from serving.requests.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.requests.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("as_a_user")
-
 NAMES = ["path/to/tiny", "tiny"]
 USER = [{"role": "user", "content": "Hi"}]
 TOOLS = [
@@ -292,6 +290,7 @@ BOTH_REFUSE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("read", [chat, complete])
 @pytest.mark.parametrize(("fields", "message"), BOTH_REFUSE)
 def test_refused_by_both(read: Any, fields: dict[str, Any], message: str) -> None:

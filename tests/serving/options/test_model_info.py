@@ -2,7 +2,6 @@ import functools
 import math
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,12 +20,8 @@ KINDS = ("float32", "bfloat16", "fp8")
 
 @functools.cache
 def info_of(name: str, **options) -> ModelInfo:
-    """Sizes of a preset. Checked annotations would make the largest five times as slow."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        return model_info(preset(name), **options)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    """Sizes of a preset."""
+    return model_info(preset(name), **options)
 
 
 def test_released_model() -> None:

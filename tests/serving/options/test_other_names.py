@@ -11,8 +11,6 @@ import pytest
 from glm53 import LLM, EngineOptions, SamplingParams
 from serving.options.other_names import ENGINE_NAMES, FORMAT_NAMES, SAMPLING_NAMES
 
-pytestmark = pytest.mark.usefixtures("as_a_user")
-
 
 @pytest.mark.parametrize("kind", [LLM, EngineOptions])
 @pytest.mark.parametrize(
@@ -82,6 +80,7 @@ def test_warm_up() -> None:
         EngineOptions(**fields)
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("name", ["dtype", "kv_cache_dtype"])
 @pytest.mark.parametrize("value", FORMAT_NAMES)
 def test_formats_of_numbers(name: str, value: str) -> None:
@@ -93,6 +92,7 @@ def test_formats_of_numbers(name: str, value: str) -> None:
         LLM(**options)
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     ("value", "hint"),
     [

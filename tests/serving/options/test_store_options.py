@@ -16,8 +16,6 @@ from pallas_kernels.common.row_format import RowKind
 from serving.options.engine_options import MEMORY_FRACTION
 from serving.options.store_options import FEWEST_DEVICE_PAGES, StoreOptions, resolve_geometry
 
-pytestmark = pytest.mark.usefixtures("as_a_user")  # which would refuse such a mesh
-
 
 def resolve(
     model: str = "glm-5.3",
@@ -48,6 +46,7 @@ def resolve(
     return resolve_geometry(one_page, chosen, mesh, config.index_topk)
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_hybrid_on_gpus() -> None:
     """A host tier that is refused where there are kernels for it."""
     geometry = resolve()
@@ -55,6 +54,7 @@ def test_hybrid_on_gpus() -> None:
     assert geometry.hot_rows == 1024
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_host_memory_that_jax_may_not_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that fails to be allocated, with a message that does not tell what to do."""
     monkeypatch.delenv(LIMIT_VARIABLE, raising=False)
@@ -69,6 +69,7 @@ def test_host_memory_that_jax_may_not_pin(monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve(host_memory_gib=None, device_pages=100).host_pages == 0
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_devices_full_of_weights() -> None:
     """Host memory that is blamed where the devices have no room."""
     message = "memory for 0 pages on the devices and 0 in host memory: raise memory_fraction$"
@@ -76,6 +77,7 @@ def test_devices_full_of_weights() -> None:
         resolve(gib_in_use=139)
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("kv_policy", ["hybrid", "swap"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_host_memory_that_the_devices_have_no_keys_for(platform: str, kv_policy: str) -> None:
@@ -95,6 +97,7 @@ def test_host_memory_that_the_devices_have_no_keys_for(platform: str, kv_policy:
     assert resolve(host_memory_gib=None, **sizes).device_pages >= FEWEST_DEVICE_PAGES
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_host_memory_beside_too_few_device_pages() -> None:
     """An option that is dropped without a word."""
     sizes: dict[str, Any] = {"model": "test-small", "row_kind": "float32", "max_model_len": 64}
@@ -105,6 +108,7 @@ def test_host_memory_beside_too_few_device_pages() -> None:
     assert (resident.device_pages, resident.host_pages) == (3, 0)
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_limits_that_are_named_fit() -> None:
     """A longest sequence or hot rows for which the limit that the message names is too much."""
     with pytest.raises(ValueError, match=r"set max_model_len to at most \d+ or raise") as caught:
@@ -137,6 +141,7 @@ def test_systems_that_do_not_tell_their_memory(monkeypatch: pytest.MonkeyPatch) 
     options.reserve_host_memory()
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_what_has_no_kernel() -> None:
     """A program that XLA refuses with an error from deep within, for want of a kernel."""
     with pytest.raises(NotImplementedError, match="'hybrid' has no kernels for tpu"):
@@ -147,6 +152,7 @@ def test_what_has_no_kernel() -> None:
     assert resolve(host_memory_gib=None, kv_policy="resident").host_pages == 0
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_swap() -> None:
     """A longest request that no device could hold at once, or hot rows that nothing reads."""
     assert resolve(kv_policy="swap").hot_rows == 0

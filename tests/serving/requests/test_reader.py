@@ -15,8 +15,6 @@ from serving.requests.reader import RequestReader, list_prompts
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("as_a_user")
-
 TOKENIZER = Tokenizer.from_dir(model_path("tiny"))
 ENDS = 4
 
@@ -97,12 +95,14 @@ def test_seeds_of_continuations(seed: int, expected: list[int]) -> None:
     assert seeds(seed=seed, n=3) == expected
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("seed", [None, -1, np.int64(-1)])
 def test_new_seeds(seed: Any) -> None:
     """-1 is a new seed each time, as None is."""
     assert len(set(seeds(seed=seed, n=20) + seeds(seed=seed, n=20))) == 40
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -122,6 +122,7 @@ def test_ids(prompt: Any) -> None:
     assert {type(token) for token in part.token_ids} == {int}
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("prompt", [b"ab", np.array([[1]]), [1.0], [True], {5}])
 def test_what_are_no_ids(prompt: Any) -> None:
     """Nothing is taken for ids that is none."""
@@ -163,6 +164,8 @@ class ForeignArray:
         return np.array(self._values)
 
 
+@pytest.mark.compiles
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("kind", [np.array, jnp.array, ForeignArray])
 def test_arrays(kind: Any) -> None:
     """Ids of other libraries, which are refused or taken for several prompts."""
@@ -178,6 +181,7 @@ def test_arrays(kind: Any) -> None:
         read(kind([[5, 6]]))
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

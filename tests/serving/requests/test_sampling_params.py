@@ -50,6 +50,7 @@ def test_out_of_range(name: str, value: Any) -> None:
         SamplingParams(**fields)
 
 
+@pytest.mark.compiles
 @pytest.mark.usefixtures("as_a_user")
 def test_numbers_of_numpy() -> None:
     """They are taken, and kept as Python's, which compare, pickle and print as such."""
