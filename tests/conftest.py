@@ -13,7 +13,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import jaxtyping
@@ -23,13 +23,11 @@ from tests.helpers.type_checks import check_cheaply
 
 check_cheaply()  # before any module of the packages is imported
 
-from serving.engine.compile_counter import CompileCounter  # noqa: E402
-
 # The same examples on every run: a failure belongs to the change that shows it.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
-_COMPILED = pytest.StashKey[CompileCounter]()
+_PROGRAMS = pytest.StashKey[Callable[[], int]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,14 +38,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    item.stash[_COMPILED] = CompileCounter()
+    # Imported late, since it imports jax, whose settings tests/aot changes.
+    from serving.engine.compile_counter import CompileCounter
+
+    counter = CompileCounter()
+    item.stash[_PROGRAMS] = lambda: counter.count
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    count = item.stash[_COMPILED].count
-    if count and not item.get_closest_marker("compiles"):
-        pytest.fail(f"{count} programs were compiled: mark the test, or its file, with `compiles`")
+    compiled = item.stash[_PROGRAMS]()
+    if compiled and not item.get_closest_marker("compiles"):
+        pytest.fail(f"{compiled} programs were compiled: mark the test, or its file, `compiles`")
 
 
 @pytest.fixture
