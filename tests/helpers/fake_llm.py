@@ -37,3 +37,11 @@ def one_by_one(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
     request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
     return json.dumps(request).encode() + b"\n"
+
+
+def error_of(row: dict[str, Any]) -> tuple[str, str]:
+    """Code and message of a row of a batch that is an error."""
+    assert row.keys() == {"id", "custom_id", "response", "error"}
+    assert row["response"] is None
+    assert row["error"].keys() == {"code", "message", "line"}
+    return row["error"]["code"], row["error"]["message"]
