@@ -16,7 +16,7 @@ from kvcache.residency_view import view_sequence
 from kvcache.tiers.page_states import PageState
 from pallas_kernels.common.row_format import RowKind
 from tests.helpers.cached_session import CachedSession, Expected, StoredRows, as_bytes, page_rows
-from tests.helpers.session import micro_config, preset_params, random_tokens
+from tests.helpers.random_models import micro_config, preset_params, random_tokens
 
 LENGTH = 72
 MOST_PROMPT, MOST_MORE, MOST_IMPORTED = 48, 24, 24

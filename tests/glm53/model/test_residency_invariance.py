@@ -21,7 +21,7 @@ from tests.glm53.model.residency_histories import (
     make_histories,
     streams,
 )
-from tests.helpers.session import micro_config, preset_params
+from tests.helpers.random_models import micro_config, preset_params
 
 pytestmark = pytest.mark.compiles
 
