@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import GOLDEN
+from tests.helpers.session import GOLDEN
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -16,6 +16,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.compiles
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_example(

@@ -259,3 +259,28 @@ def test_setup_without_python(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "Install one" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_mark_of_what_compiles(tmp_path: Path) -> None:
+    """A test that compiles and is not marked, which `make check` would run."""
+    (tmp_path / "test_compiling.py").write_text(
+        """import jax, pytest
+def test_unmarked():
+    jax.jit(lambda x: x + 1)(1)
+@pytest.mark.compiles
+def test_marked():
+    jax.jit(lambda x: x + 2)(1)
+def test_plain():
+    pass
+"""
+    )
+    options = ["-c", ROOT / "pyproject.toml", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-rE", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "3 passed, 1 error" in done.stdout, done.stdout
+    assert "ERROR" in done.stdout and "test_unmarked - Failed: 1 programs" in done.stdout

@@ -11,8 +11,9 @@ from benchmarks.small_checkpoint import small_fields, write_checkpoint
 from glm53.checkpoint import load_hugging_face
 from glm53.model.config import GLMConfig
 from glm53.model.sharding import make_mesh
-from tests.toy_model import SIZES
+from tests.helpers.toy_model import SIZES
 
+pytestmark = pytest.mark.compiles
 CONTEXT = 256
 
 

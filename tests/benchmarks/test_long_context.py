@@ -17,7 +17,7 @@ from benchmarks.long_context import (
     store_options,
 )
 from benchmarks.small_checkpoint import small_fields, write_checkpoint
-from tests.toy_model import SIZES
+from tests.helpers.toy_model import SIZES
 
 CONTEXT = 512
 
