@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What runs the model's steps is tested apart from what computes them: see tests/conftest.py.
 RUN_STEPS := $(wildcard tests/serving/test_*.py) tests/test_docs.py \
-	tests/benchmarks/test_hybrid_decode.py tests/glm53/test_decode_with_kernels.py
+	tests/benchmarks/cpu/test_hybrid_decode.py tests/glm53/test_decode_with_kernels.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

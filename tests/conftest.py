@@ -53,7 +53,7 @@ _SLOWEST = (
     "serving/test_engine.py",
     "serving/test_lifetimes.py",
     "serving/test_recovery.py",
-    "benchmarks/test_h200.py",
+    "benchmarks/h200/test_kernels.py",
     "glm53/test_dense_reference.py",
     "pallas_kernels/test_resolve_rows_kernel.py",
     "kvcache/test_selection.py",
