@@ -11,12 +11,12 @@ from glm53.terminal import terminal_columns
 def show_progress[Run](
     runs: Iterable[Run], total: int, describe: Callable[[Run], str]
 ) -> Iterator[Run]:
-    """Yields runs as they end, with a bar on a terminal, else with a line for each.
+    """Yields runs as they end, with a bar on a terminal and a line for each elsewhere.
 
     Args:
-        runs: results, each computed when it is asked for.
-        total: how many there will be.
-        describe: names a run in its line.
+        runs: the results, each computed when it is drawn.
+        total: number of runs.
+        describe: returns the text of a run's line.
     """
     with_bar = terminal_columns() > 0
     for number, run in enumerate(tqdm(runs, total=total, disable=not with_bar), 1):

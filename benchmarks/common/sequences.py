@@ -1,4 +1,4 @@
-"""A store for sequences of one length, and sequences in it without a prefill that made them."""
+"""Store for sequences of one length, filled at random instead of by a prefill."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from kvcache.device.sequence_state import assign_slot
 
 
 def float32_geometry(config: GLMConfig, num_sequences: int, num_tokens: int) -> KVGeometry:
-    """Sizes of a float32 store on one device with just the pages of so many sequences."""
+    """Returns the sizes of a float32 store on one device with just the pages of `num_sequences`."""
     one_page = kv_geometry(
         config,
         row_kind="float32",
@@ -28,7 +28,7 @@ def float32_geometry(config: GLMConfig, num_sequences: int, num_tokens: int) -> 
 
 
 def open_sequences(steps: Steps) -> tuple[KVStore, SequenceState]:
-    """An empty store, and in every slot an empty sequence with a whole block table of pages.
+    """Returns an empty store, and an empty sequence with a full block table in every slot.
 
     Raises:
         OutOfPagesError: the geometry has too few pages.
@@ -52,7 +52,7 @@ def open_sequences(steps: Steps) -> tuple[KVStore, SequenceState]:
 def fill_randomly(store: KVStore) -> KVStore:
     """Fills a float32 store with normal numbers, the size of normalised latents and keys.
 
-    A layer at a time and in place, so that memory beyond the store holds one layer.
+    Writes one layer at a time, in place, so that no more than one layer is held besides the store.
     """
 
     def fill(rows: jax.Array, seed: int) -> jax.Array:
@@ -70,6 +70,6 @@ def fill_randomly(store: KVStore) -> KVStore:
 def set_sequences(
     sequences: SequenceState, length: int, last_tokens: Int[Array, " slots"]
 ) -> SequenceState:
-    """Gives every sequence `length` computed tokens and the token that follows them."""
+    """Sets every sequence to `length` computed tokens and the token that follows them."""
     lengths = jnp.full_like(sequences.length, length)
     return dataclasses.replace(sequences, length=lengths, last_token=last_tokens)

@@ -1,7 +1,7 @@
-"""Writes the checkpoint that the speed benchmarks run: GLM-5.3's architecture with 62M parameters.
+"""Checkpoint that the speed benchmarks run: GLM-5.3's architecture with 62M parameters.
 
-Random float32 weights in a Hugging Face directory, which glm53 and transformers both load. They
-come from raw 64-bit draws of a generator keyed by the tensor's name, so the bytes are the same on
+A Hugging Face directory of random float32 weights, which glm53 and transformers both load. Each
+tensor comes from raw 64-bit draws of a generator keyed by its name, so the bytes are the same on
 every machine.
 
 usage: python benchmarks/common/small_checkpoint.py DIRECTORY
@@ -26,11 +26,11 @@ _NORM_SPREAD = 0.2  # norm weights lie within this of 1, biases within this of 0
 
 
 def small_fields(*, max_position_embeddings: int = 16384, **sizes: int) -> dict[str, Any]:
-    """The `config.json` of the checkpoint.
+    """Returns the fields of the checkpoint's `config.json`.
 
     Args:
         max_position_embeddings: longest sequence, in tokens.
-        sizes: fields to change.
+        sizes: fields to override.
     """
     return {
         "architectures": ["GlmMoeDsaForCausalLM"],
@@ -62,7 +62,7 @@ def small_fields(*, max_position_embeddings: int = 16384, **sizes: int) -> dict[
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 8_000_000.0, "rope_type": "default"},
-        # transformers has ids of its own as the default.
+        # The defaults of transformers are other ids.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -73,12 +73,12 @@ def write_checkpoint(path: Path, fields: Mapping[str, Any], seed: int = 0) -> in
     """Writes `config.json` and `model.safetensors`, and returns the number of parameters.
 
     Args:
-        path: directory, made if it is not there.
-        fields: the config, of a float32 model without FP8.
-        seed: another one gives other weights.
+        path: the directory, created if missing.
+        fields: the config of a float32 model without FP8.
+        seed: seed of the weights.
 
     Raises:
-        ValueError: GLMConfig refuses the fields, or they describe other than float32 weights.
+        ValueError: GLMConfig refuses the fields, or the weights they describe are not float32.
         OSError: the directory cannot be written.
     """
     config = GLMConfig.from_hf(fields)
@@ -94,7 +94,7 @@ def write_checkpoint(path: Path, fields: Mapping[str, Any], seed: int = 0) -> in
 
 
 def ensure_checkpoint(path: Path) -> None:
-    """Writes the checkpoint unless the directory is there; an interrupted run leaves none.
+    """Writes the checkpoint unless the directory exists; an interrupted run leaves none.
 
     Raises:
         OSError: it cannot be written.
@@ -107,8 +107,8 @@ def ensure_checkpoint(path: Path) -> None:
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Float32[np.ndarray, "..."]:
-    """A tensor's weights: near 1 in norms, small in biases, else of variance 1 / inputs, and 1 in
-    the embeddings."""
+    """Returns a tensor's weights: near 1 in norms, small in biases, of variance 1 in the embeddings
+    and 1 / inputs elsewhere."""
     centred = _uniform(f"{seed} {name}", math.prod(shape)).reshape(shape) - np.float32(0.5)
     if "norm" in name and name.endswith(".weight"):
         return 1 + np.float32(2 * _NORM_SPREAD) * centred
@@ -119,14 +119,14 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Float32[np.ndarray, "
 
 
 def _uniform(key: str, count: int) -> Float32[np.ndarray, " count"]:
-    """Numbers from 0 up to 1, of 24 bits each, exact in float32."""
+    """Returns numbers in [0, 1) of 24 bits each, exact in float32."""
     digest = hashlib.sha256(key.encode()).digest()
     raw = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
     return (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def main() -> None:
-    """Writes the checkpoint to the directory of the command line."""
+    """Writes the checkpoint to the directory given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--max-position-embeddings", type=int, default=16384)

@@ -1,9 +1,9 @@
-"""Compares speed and peak memory with Hugging Face transformers, on one checkpoint and the CPU.
+"""Speed and peak memory on a CPU compared with Hugging Face transformers, on one checkpoint.
 
-Both run in float32 with the same threads and token ids, each job in a process of its own, in turns.
-First both must continue a prompt with the same greedy tokens. Then, for each case, a table gives
-the medians of tokens a second (prefill and decode) and of the peak memory of the process. Decode
-runs on a cache of random numbers on both sides, in place of a prefill.
+Both run in float32 with the same threads and token ids, in turns, each job in its own process.
+First both must continue a prompt with the same greedy tokens. Then a table gives, for each case,
+the median tokens per second (prefill and decode) and the median peak memory of the process. On both
+sides decode starts from a cache of random numbers instead of a prefill.
 
 usage: python benchmarks/cpu/against_transformers.py [--repeats N] [--json FILE] [--quick]
 """
@@ -25,30 +25,30 @@ from benchmarks.common.small_checkpoint import ensure_checkpoint
 
 FOLDER = Path(__file__).parent
 CACHE = Path(__file__).parents[2] / ".cache"
-MOST_MEMORY = 0.5  # wanted ratio of peak memory
+MAX_MEMORY_RATIO = 0.5  # target ratio of peak memory
 CHECK_PROMPT, CHECK_TOKENS = 300, 16  # more than the checkpoint's index_topk of 256
 CASE_SEED, CHECK_SEED = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """One measured case.
 
     Attributes:
         kind: "prefill" or "decode".
         tokens: length of the prompt, or of the context.
-        batch: sequences.
-        least_speed: wanted ratio of tokens a second.
+        batch: number of sequences.
+        min_speed_ratio: target ratio of tokens per second.
     """
 
     kind: str
     tokens: int
     batch: int
-    least_speed: float
+    min_speed_ratio: float
 
     @property
     def name(self) -> str:
-        """A name for tables."""
+        """Name in tables."""
         if self.kind == "prefill":
             return f"prefill of {self.tokens:,} tokens"
         return f"decode at {self.tokens:,} tokens, batch {self.batch}"
@@ -65,12 +65,12 @@ QUICK_CASES = tuple(dataclasses.replace(case, tokens=case.tokens // 8) for case 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One of the two that are compared.
+    """One of the two implementations compared.
 
     Attributes:
-        command: runs its worker; the job follows.
-        decode_steps: steps of a decode measurement.
-        environment: variables of its process besides the present ones.
+        command: command line of its worker, to which the job is appended.
+        decode_steps: number of steps in a decode measurement.
+        environment: additional environment variables of its process.
     """
 
     command: tuple[str, ...]
@@ -89,7 +89,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table: a quantity of both sides, and the ratio that is wanted."""
+    """Row of the table: one quantity of both sides, and its target ratio."""
 
     case: str
     ours: float
@@ -98,19 +98,19 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Ours over theirs."""
+        """Our value over theirs."""
         return self.ours / self.theirs
 
 
 def run_job(side: Side, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs a job in a process of its own.
+    """Runs a job in its own process.
 
     Returns:
-        The worker's result, and the peak memory of its process in MiB as "memory".
+        The worker's result, with the peak memory of its process in MiB as "memory".
 
     Raises:
-        RuntimeError: the worker failed; it has told why on standard error.
-        OSError: the worker cannot be started, or the system does not tell its peak memory.
+        RuntimeError: the worker failed; the reason is on standard error.
+        OSError: the worker cannot be started, or the system does not report its peak memory.
     """
     with subprocess.Popen(
         [*side.command, json.dumps(job)],
@@ -123,29 +123,29 @@ def run_job(side: Side, job: Mapping[str, Any]) -> dict[str, Any]:
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"{side.command[-1]} ended with status {process.wait()}")
-        # The worker waits for the end of its input, which comes with that of this block.
+        # The worker waits for the end of its input, which this block closes.
         return json.loads(line) | {"memory": _peak_memory(process.pid)}
 
 
 def _peak_memory(process: int) -> float:
-    """The most memory that a process has held, in MiB.
+    """Returns the peak memory of a process, in MiB.
 
-    The usage of an ended process would not do: it starts with that of the process it came from.
+    The usage of an ended process would be wrong: it starts from that of its parent.
     """
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
-    raise OSError(f"/proc/{process}/status does not tell VmHWM, the peak memory")
+    raise OSError(f"/proc/{process}/status does not report VmHWM, the peak memory")
 
 
 def check_agreement(ours: Side, theirs: Side, common: Mapping[str, Any]) -> None:
-    """Compares the greedy tokens after a prompt.
+    """Checks that both sides generate the same greedy tokens after a prompt.
 
     Args:
         common: the job's checkpoint and threads.
 
     Raises:
-        RuntimeError: they differ, so that the two do not compute the same.
+        RuntimeError: they differ.
     """
     job = {
         **common,
@@ -181,21 +181,21 @@ def _token_ids(count: int, seed: int) -> list[int]:
 
 
 def median_sample(samples: Sequence[Sample]) -> Sample:
-    """The median of each quantity."""
+    """Returns the median of each quantity."""
     columns = zip(*map(dataclasses.astuple, samples), strict=True)
     return Sample(*map(statistics.median, columns))
 
 
 def table_rows(case: Case, ours: Sample, theirs: Sample) -> list[Row]:
-    """Speed and peak memory of a case."""
+    """Returns the rows of a case: speed and peak memory."""
     return [
-        Row(f"{case.name}, tokens/s", ours.speed, theirs.speed, f">= {case.least_speed:g}"),
-        Row(f"{case.name}, peak MiB", ours.memory, theirs.memory, f"<= {MOST_MEMORY:g}"),
+        Row(f"{case.name}, tokens/s", ours.speed, theirs.speed, f">= {case.min_speed_ratio:g}"),
+        Row(f"{case.name}, peak MiB", ours.memory, theirs.memory, f"<= {MAX_MEMORY_RATIO:g}"),
     ]
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
+    """Formats the rows in Markdown."""
     lines = ["| case | ours | transformers | ratio | target ratio |", "|---|---|---|---|---|"]
     lines += [
         f"| {row.case} | {row.ours:,.1f} | {row.theirs:,.1f} | {row.ratio:.2f} | {row.target} |"
@@ -208,15 +208,20 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write medians and samples here")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the context, to try it")
     parser.add_argument(
-        "--checkpoint", type=Path, default=CACHE / "small-62m", help="made if it is not there"
+        "--quick", action="store_true", help="an eighth of the context, for a first try"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=CACHE / "small-62m",
+        help="directory of the checkpoint, created if missing",
     )
     parser.add_argument(
         "--transformers-python",
         type=Path,
         default=CACHE / "transformers/bin/python",
-        help="an interpreter that has transformers",
+        help="Python interpreter with transformers installed",
     )
     options = parser.parse_args()
     if options.repeats < 1:
@@ -233,12 +238,12 @@ def main() -> None:
     """Runs the comparison."""
     options = _parse()
     ensure_checkpoint(options.checkpoint)
-    # A compilation cache would hide what compiling takes.
+    # A compilation cache would hide the time and memory that compiling takes.
     ours_environment = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     ours = Side((sys.executable, str(FOLDER / "glm53_worker.py")), 16, ours_environment)
     theirs_command = (str(options.transformers_python), str(FOLDER / "transformers_worker.py"))
     theirs = Side(theirs_command, 3, {"HF_HUB_OFFLINE": "1"})
-    # XLA takes a thread for each CPU that the process may use; transformers is told the number.
+    # XLA uses one thread for each CPU of the process; transformers gets the number as an option.
     threads = len(os.sched_getaffinity(0))
     common = {"checkpoint": str(options.checkpoint), "threads": threads}
 

@@ -1,4 +1,4 @@
-"""Servers of the agents: an engine, or its scheduler and cache alone on a simulated device."""
+"""Servers for the agents: an engine, or its scheduler and cache on a simulated device."""
 
 import dataclasses
 import time
@@ -12,10 +12,10 @@ from serving.scheduler import Scheduler
 
 
 class EngineServer:
-    """Turns on an engine.
+    """Turns run by an engine.
 
     Args:
-        engine: one with nothing to do.
+        engine: an idle engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -26,7 +26,7 @@ class EngineServer:
         self._numbers = iter(range(1 << 62))
 
     def submit(self, agent: int, token_ids: list[int], output_tokens: int) -> None:
-        """Queues a turn; greedy, and of a fixed length."""
+        """Queues a turn with a greedy answer of fixed length."""
         params = SamplingParams(
             temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
         )
@@ -36,15 +36,15 @@ class EngineServer:
         self._engine.add(request)
 
     def step(self) -> list[Answer]:
-        """A step of the engine.
+        """Runs a step of the engine and returns the turns that ended.
 
         Raises:
-            RuntimeError: a request has failed.
+            RuntimeError: a request failed.
         """
         grown, now, ended = self._engine.step(), time.monotonic(), []
         for request in grown:
             if request not in self._agents:
-                continue  # It was left by an earlier run.
+                continue  # left over from an earlier run
             first = self._first.setdefault(request, now)
             if not request.finished:
                 continue
@@ -64,18 +64,18 @@ class EngineServer:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have slots."""
+        """Number of sequences that have slots."""
         return self._engine.scheduler.num_running
 
     @property
     def preemptions(self) -> int:
-        """Times that a sequence was preempted."""
+        """Number of preemptions."""
         return self._engine.scheduler.counters.parked
 
 
 @dataclasses.dataclass(eq=False)
 class _Turn:
-    """A turn as the scheduler sees it; the tokens of its answer are all the same."""
+    """Turn as the scheduler sees it; the tokens of its answer are all the same."""
 
     agent: int
     token_ids: list[int]
@@ -91,13 +91,13 @@ class _Turn:
 
 
 class SimulatedServer:
-    """The scheduler and the account of the cache, in which a step takes no time and no memory.
+    """Scheduler and cache bookkeeping, in which a step takes no time and no memory.
 
-    It shows how many run at once and what is found in the cache, for stores of any size.
+    It shows how many turns run at once and what they find in the cache, for stores of any size.
 
     Args:
         geometry: sizes of the store.
-        max_num_batched_tokens: most prompt tokens of a step.
+        max_num_batched_tokens: maximum prompt tokens per step.
     """
 
     def __init__(self, geometry: KVGeometry, max_num_batched_tokens: int) -> None:
@@ -110,14 +110,14 @@ class SimulatedServer:
             max_num_batched_tokens=max_num_batched_tokens,
             most_step_rows=max_num_batched_tokens,
         )
-        self._under_way: list[_Turn] = []
+        self._in_flight: list[_Turn] = []
 
     def submit(self, agent: int, token_ids: list[int], output_tokens: int) -> None:
         """Queues a turn."""
         self._scheduler.add(_Turn(agent, token_ids, output_tokens))
 
     def step(self) -> list[Answer]:
-        """A step, and the results of the one before."""
+        """Runs a step, and returns the turns that ended with the one before."""
         scheduler, launched = self._scheduler, []
         scheduler.start_step()
         while (chunk := scheduler.next_prefill()) is not None:
@@ -130,7 +130,7 @@ class SimulatedServer:
             self.cache.prepare(dict.fromkeys(batch, 1))
             scheduler.launched_decode(batch)
             launched += batch.values()
-        results, self._under_way = self._under_way, launched
+        results, self._in_flight = self._in_flight, launched
         ended = []
         for turn in results:
             if scheduler.confirm(turn, turn.agent):
@@ -142,10 +142,10 @@ class SimulatedServer:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have slots."""
+        """Number of sequences that have slots."""
         return self._scheduler.num_running
 
     @property
     def preemptions(self) -> int:
-        """Times that a sequence was preempted."""
+        """Number of preemptions."""
         return self._scheduler.counters.parked

@@ -1,4 +1,4 @@
-"""Agents that take turns with a model: the workload, and who drives it against a server."""
+"""Workload of agents that take turns with a model, and its driver."""
 
 import dataclasses
 import math
@@ -11,12 +11,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What each agent does: turns of one conversation, each as soon as the last is answered.
+    """Conversation of each agent: turns, each sent as soon as the last is answered.
 
     Attributes:
-        turns: turns of a conversation.
+        turns: number of turns of a conversation.
         first_tokens: prompt tokens of its first turn.
-        later_tokens: prompt tokens that each later turn adds.
+        later_tokens: prompt tokens added by each later turn.
         output_tokens: tokens of each answer.
     """
 
@@ -27,12 +27,12 @@ class Workload:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of a whole conversation."""
+        """Tokens of the whole conversation."""
         later = (self.turns - 1) * (self.later_tokens + self.output_tokens)
         return self.first_tokens + self.output_tokens + later
 
     def scaled(self, divisor: int) -> "Workload":
-        """The same with shorter texts."""
+        """Returns the same workload with texts shortened by a factor."""
         tokens = (self.first_tokens, self.later_tokens, self.output_tokens)
         return Workload(self.turns, *(math.ceil(count / divisor) for count in tokens))
 
@@ -43,7 +43,7 @@ AGENTS = Workload(turns=13, first_tokens=74_160, later_tokens=753, output_tokens
 
 @dataclasses.dataclass(frozen=True)
 class AnswerTimes:
-    """How long an answer took.
+    """Times of an answer.
 
     Attributes:
         first_token_seconds: from the request to the first token.
@@ -56,13 +56,13 @@ class AnswerTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The end of a turn.
+    """Answer to a turn.
 
     Attributes:
-        agent: whose.
-        token_ids: the answer.
-        cached_tokens: prompt tokens that were found in the cache.
-        times: None where nothing was computed.
+        agent: number of the agent.
+        token_ids: tokens of the answer.
+        cached_tokens: prompt tokens found in the cache.
+        times: None in a simulation.
     """
 
     agent: int
@@ -72,35 +72,35 @@ class Answer:
 
 
 class Server(Protocol):
-    """What answers: an engine, or a simulation of one."""
+    """Server of the agents: an engine, or a simulation of one."""
 
     def submit(self, agent: int, token_ids: list[int], output_tokens: int) -> None:
         """Queues a turn."""
         ...
 
     def step(self) -> list[Answer]:
-        """Goes on; returns the turns that have ended."""
+        """Runs a step and returns the turns that ended."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Turns under way, of those submitted."""
+        """Number of turns that run now."""
         ...
 
     @property
     def preemptions(self) -> int:
-        """How often one that was under way had to wait again."""
+        """Number of times that a running turn was preempted."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long a model took after each agent had its first answer.
+    """Times measured after each agent had its first answer.
 
     Attributes:
-        seconds: all of it.
-        first_token_seconds: of each turn.
-        token_seconds: mean time between tokens, of each turn with several.
+        seconds: of the whole measurement.
+        first_token_seconds: time to the first token of each turn.
+        token_seconds: mean time between tokens of each turn with several.
     """
 
     seconds: float
@@ -110,18 +110,18 @@ class Times:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was measured after each agent had its first answer.
+    """Result of a run, measured after each agent had its first answer.
 
     Attributes:
-        concurrency: agents at a time.
-        turns: turns that ended.
+        concurrency: number of agents.
+        turns: number of turns that ended.
         output_tokens: tokens of their answers.
-        times: None where nothing was computed.
-        running: turns under way, mean over steps.
-        most_running: the most of them in any step.
-        reuse: prompt tokens that were found in the cache, over those of the turns before.
-        preemptions: how often a turn under way had to wait again.
-        cut: it was stopped by the clock.
+        times: None in a simulation.
+        running: running turns, mean over steps.
+        max_running: running turns, maximum over steps.
+        reuse: prompt tokens found in the cache, over those that earlier turns computed.
+        preemptions: number of times that a running turn was preempted.
+        cut: whether the time limit ended the measurement.
     """
 
     concurrency: int
@@ -129,19 +129,19 @@ class Result:
     output_tokens: int
     times: Times | None
     running: float
-    most_running: int
+    max_running: int
     reuse: float
     preemptions: int
     cut: bool
 
 
 class Agents:
-    """A fixed number of conversations at a time; one that ends makes room for another.
+    """Fixed number of concurrent conversations; a new one replaces each that ends.
 
     Args:
-        workload: what each does.
-        concurrency: how many at a time.
-        vocab_size: random tokens are drawn below it.
+        workload: the conversation of each agent.
+        concurrency: number of agents.
+        vocab_size: bound of the random token ids.
     """
 
     def __init__(self, workload: Workload, concurrency: int, vocab_size: int) -> None:
@@ -151,13 +151,13 @@ class Agents:
         self._turn = dict.fromkeys(self._tokens, 0)
 
     def next_turn(self, agent: int, answer: Sequence[int] = ()) -> tuple[list[int], int]:
-        """An agent's next prompt, and how many of its tokens an earlier turn has had rows for."""
+        """Returns an agent's next prompt, and how many of its rows earlier turns have computed."""
         workload, tokens = self._workload, self._tokens[agent]
         if self._turn[agent] == workload.turns:
             self._turn[agent] = 0
             tokens.clear()
         tokens += answer if self._turn[agent] else ()
-        # No step has computed a row of the answer's last token.
+        # No step has computed the row of the answer's last token.
         known = max(len(tokens) - 1, 0)
         count = workload.later_tokens if tokens else workload.first_tokens
         tokens += self._rng.integers(self._vocab_size, size=count).tolist()
@@ -172,22 +172,22 @@ def run_agents(
     concurrency: int,
     turns: int,
     vocab_size: int,
-    most_seconds: float = math.inf,
+    max_seconds: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """Has agents talk until some number of turns has ended, and measures.
+    """Runs agents until a number of turns has ended, and measures them.
 
-    Measuring starts when each agent has had an answer, so that the first prompts, which nothing
-    could have cached, count for nothing; it ends early when the time is up.
+    Measuring starts when each agent has had an answer, so that first prompts, which cannot be in
+    the cache, are not counted. It ends early when the time is up.
 
     Args:
-        server: what answers; nothing is queued there.
-        workload: what the agents do.
-        concurrency: how many there are at a time.
-        turns: turns to measure.
-        vocab_size: ids of the model.
-        most_seconds: of measuring, and as many again before it.
-        clock: tells seconds.
+        server: an idle server.
+        workload: the conversation of each agent.
+        concurrency: number of agents.
+        turns: number of turns to measure.
+        vocab_size: bound of the random token ids.
+        max_seconds: time limit of the measurement, and of the first answers before it.
+        clock: returns the time in seconds.
     """
     agents = Agents(workload, concurrency, vocab_size)
     known: dict[int, int] = {}
@@ -200,7 +200,7 @@ def run_agents(
         submit(agent)
     answered: set[int] = set()
     start = clock()
-    while len(answered) < concurrency and clock() - start < most_seconds:
+    while len(answered) < concurrency and clock() - start < max_seconds:
         for answer in server.step():
             answered.add(answer.agent)
             submit(answer.agent, answer.token_ids)
@@ -208,7 +208,7 @@ def run_agents(
     ended: list[Answer] = []
     running: list[int] = []
     reused = reusable = 0
-    while len(ended) < turns and clock() - start < most_seconds:
+    while len(ended) < turns and clock() - start < max_seconds:
         for answer in server.step():
             ended.append(answer)
             reused += min(answer.cached_tokens, known[answer.agent])
@@ -223,7 +223,7 @@ def run_agents(
         output_tokens=len(ended) * workload.output_tokens,
         times=_times(times, seconds, workload) if len(times) == len(ended) else None,
         running=float(np.mean(running)),
-        most_running=max(running),
+        max_running=max(running),
         reuse=reused / reusable if reusable else 0.0,
         preemptions=server.preemptions - preemptions,
         cut=len(ended) < turns,

@@ -1,19 +1,22 @@
-"""Agents with long contexts on one small store: the three policies at rising concurrency.
+"""Concurrent agents with long contexts on a small store, under each of the three KV policies.
 
-The workload is that of software agents on 8x H200, scaled to a CPU: 13 turns, a first prompt of
-74,160 tokens, later ones of 753, both divided by 64, and answers of 16 tokens, as a 64th of 220 is
-too few for turns to overlap; a model that selects 32 rows a
-token, which is as small a part of a context as GLM-5.3's 2,048; a device pool that holds as many
-contexts as the devices of that node (--quick: a quarter), and host memory in the same proportion.
+The workload is that of software agents on 8x H200, scaled to a CPU:
+
+* 13 turns a conversation. A first prompt of 74,160 tokens and later ones of 753 are both divided by
+  64. Answers have 16 tokens, since a 64th of 220 is too few for turns to overlap.
+* A model that selects 32 rows per token, as small a share of a context as GLM-5.3's 2,048.
+* A device pool that holds as many contexts as that node's (a quarter with --quick), and host memory
+  in the same proportion.
+
 Each agent sends its next turn as soon as it has its answer. Measuring begins when every agent has
 had its first one.
 
-`resident` keeps all pages on the device and computes again what it had to give up; `swap` moves
-whole sequences to the host and back; `hybrid` reads what a token selects from where it lies.
+`resident` keeps all pages on the device and recomputes those it had to evict; `swap` moves whole
+sequences to the host and back; `hybrid` reads the selected rows from either memory.
 
-With --simulate nothing is computed: the scheduler and the account of the cache run alone, with the
-unscaled workload on the store of that node, which tells how many agents run at once and how much of
-their prompts is found, but no times.
+With --simulate no model runs: only the scheduler and the cache's bookkeeping do, with the unscaled
+workload on the store of that node. That shows how many agents run at once and how much of their
+prompts is found in the cache, but gives no times.
 
 usage: python benchmarks/cpu/agents.py [--quick | --simulate] [--json FILE] [--plot FILE]
 """
@@ -26,7 +29,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.progress import show_progress
 from benchmarks.common.small_checkpoint import small_fields, write_checkpoint
@@ -39,10 +42,13 @@ from kvcache import KVGeometry
 from serving.engine.engine import Engine
 from serving.options.engine_options import EngineOptions, KVPolicy
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 POLICIES: tuple[KVPolicy, ...] = ("resident", "swap", "hybrid")
 SCALED = dataclasses.replace(AGENTS.scaled(64), output_tokens=16)
 NODE_DEVICES, NODE_DEVICE_TOKENS, NODE_HOST_BYTES = 8, 8 * 640_000, 1 << 40
-"""Of 8x H200: fp8 rows for which there is room beside the FP8 weights, and pinned host memory."""
+"""Store of 8x H200: the fp8 rows that fit beside the FP8 weights, and pinned host memory."""
 
 CONCURRENCY = (32, 64, 128, 256)
 _SLOTS = 256
@@ -68,14 +74,14 @@ _MODEL = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement."""
+    """One measurement, a row of the table."""
 
     kv_policy: KVPolicy
     result: Result
 
 
 def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -> KVGeometry:
-    """The store of 8x H200 with GLM-5.3 in FP8 and rows in fp8."""
+    """Returns the store of 8x H200 with GLM-5.3 in FP8 and rows in fp8."""
     config = preset("glm-5.3")
     one_page = kv_geometry(
         config,
@@ -88,7 +94,7 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
     device_pages = NODE_DEVICE_TOKENS // one_page.rows_per_page
     host_pages = 0
     if kv_policy != "resident":
-        # Index keys of pages in host memory lie on the devices too.
+        # Index keys of host pages take device memory too.
         device_bytes = device_pages * one_page.device_bytes
         device_pages, host_pages = one_page.pages_within(device_bytes, NODE_HOST_BYTES)
     geometry = dataclasses.replace(one_page, device_pages=device_pages, host_pages=host_pages)
@@ -102,7 +108,7 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
 
 
 def simulate(concurrency: Sequence[int], turns_each: int, workload: Workload) -> Iterator[Row]:
-    """Runs the scheduler and the account of the cache on the node's store."""
+    """Runs the scheduler and the cache's bookkeeping on the node's store."""
     for kv_policy in POLICIES:
         for agents in concurrency:
             geometry = node_geometry(kv_policy, workload, max(_SLOTS, agents))
@@ -117,7 +123,7 @@ def simulate(concurrency: Sequence[int], turns_each: int, workload: Workload) ->
 def engine_options(
     kv_policy: KVPolicy, model: Path, workload: Workload, part: int
 ) -> EngineOptions:
-    """An engine whose store holds as many contexts as a part of the node's."""
+    """Returns the options of an engine whose store holds `1 / part` of the node's contexts."""
     one_page = kv_geometry(
         read_config(model),
         row_kind="float32",
@@ -136,7 +142,7 @@ def engine_options(
         model=model,
         max_model_len=workload.context_tokens,
         max_num_seqs=_SLOTS // part,
-        max_num_batched_tokens=256,  # lest they limit how many turns run, which are short
+        max_num_batched_tokens=256,  # enough not to limit how many of these short turns run
         device_pages=scaled(node.device_pages),
         kv_policy=kv_policy,
         host_memory_gib=host_bytes / 2**30 or None,
@@ -144,9 +150,9 @@ def engine_options(
 
 
 def measure(
-    concurrency: Sequence[int], turns_each: int, workload: Workload, part: int, most_seconds: float
+    concurrency: Sequence[int], turns_each: int, workload: Workload, part: int, max_seconds: float
 ) -> Iterator[Row]:
-    """Runs the small model on an engine a policy, and an empty store a measurement."""
+    """Runs the small model, one engine for each policy and an empty store for each measurement."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         write_checkpoint(model, small_fields(**_MODEL))
@@ -162,7 +168,7 @@ def measure(
                         concurrency=agents,
                         turns=turns_each * agents,
                         vocab_size=engine.config.vocab_size,
-                        most_seconds=most_seconds,
+                        max_seconds=max_seconds,
                     ),
                 )
             compiled = engine.metrics().compilations
@@ -171,7 +177,7 @@ def measure(
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The measurements in Markdown, with times where a model computed."""
+    """Formats the measurements in Markdown, with times where a model ran."""
     timed = _are_timed(rows)
     head = ["policy", "agents", "running (mean)", "running (maximum)"]
     head += ["prompt found", "preemptions", "turns"]
@@ -184,7 +190,7 @@ def format_table(rows: Sequence[Row]) -> str:
             row.kv_policy,
             str(result.concurrency),
             f"{result.running:.0f}",
-            str(result.most_running),
+            str(result.max_running),
             f"{result.reuse:.1%}",
             str(result.preemptions),
             f"{result.turns}{' (cut)' if result.cut else ''}",
@@ -213,7 +219,7 @@ def _times(result: Result) -> Times:
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    """Median and 90th percentile, in milliseconds."""
+    """Formats the median and the 90th percentile, in milliseconds."""
     if len(seconds) < 2:
         return "-"
     middle, most = statistics.median(seconds), statistics.quantiles(seconds, n=10)[-1]
@@ -230,7 +236,7 @@ _COUNTED: Mapping[str, Callable[[Result], float]] = {
     "prompt tokens found in the cache, %": lambda result: 100 * result.reuse,
 }
 _SIMULATED = _COUNTED | {
-    "running requests (maximum)": lambda result: result.most_running,
+    "running requests (maximum)": lambda result: result.max_running,
     "preemptions": lambda result: result.preemptions,
 }
 _TIMED = _COUNTED | {
@@ -239,48 +245,61 @@ _TIMED = _COUNTED | {
 }
 """Panels of a plot: a simulation has no times to draw."""
 
+_STYLES: Mapping[KVPolicy, tuple[str, str]] = {
+    "resident": ("#d55e00", ":"),
+    "swap": ("#0072b2", "--"),
+    "hybrid": ("#009e73", "-"),
+}
+"""Colour and line style of each policy, which tell them apart in grey too."""
+
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws what was counted, and timed where a model computed, against concurrency.
+    """Draws what was counted, and timed where a model ran, against the number of agents.
 
-    A panel in which all is zero is left out. Measurements that were cut short have hollow markers;
-    one without a turn has none.
+    A panel of zeros is left out. Measurements cut short by the time limit have hollow markers; one
+    without a turn has none. An SVG holds text as text, and its bytes follow from `rows` alone.
     """
-    # Only here: it takes a second to import.
+    # Only here, since importing it takes a second.
+    import matplotlib
+
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "agents", "font.sans-serif": ["DejaVu Sans"]}
+    ):
+        _draw(rows).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw(rows: Sequence[Row]) -> "Figure":
     from matplotlib.figure import Figure
 
     known = _TIMED if _are_timed(rows) else _SIMULATED
     panels = {
         title: value for title, value in known.items() if any(value(row.result) for row in rows)
     }
-    columns = 2
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(11, 3.5 * lines), layout="constrained")
-    places = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes in places[len(panels) :]:
+    lines = -(-len(panels) // 2)
+    figure = Figure(figsize=(8, 2.7 * lines + 0.4), layout="constrained")
+    grid = list(figure.subplots(lines, 2, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
         axes.remove()
-    for axes, (title, value) in zip(places, panels.items(), strict=False):
-        for kv_policy in POLICIES:
+    for axes, (title, value) in zip(grid, panels.items(), strict=False):
+        for kv_policy, (color, style) in _STYLES.items():
             results = [row.result for row in rows if row.kv_policy == kv_policy]
             agents = [result.concurrency for result in results]
             values = [value(result) for result in results]
-            (line,) = axes.plot(agents, values, label=kv_policy)
+            axes.plot(agents, values, color=color, linestyle=style, label=kv_policy)
             for result, height in zip(results, values, strict=True):
-                axes.plot(
-                    result.concurrency,
-                    height,
-                    marker="o",
-                    color=line.get_color(),
-                    fillstyle="none" if result.cut else "full",
-                )
-        axes.set(title=title, xlabel="agents", ylim=(0, None))
+                fill = "none" if result.cut else "full"
+                axes.plot(result.concurrency, height, marker="o", color=color, fillstyle=fill)
+        axes.set_title(title, fontsize="medium")
+        axes.set(xlabel="concurrent agents", ylim=(0, None))
         axes.set_xticks(sorted({row.result.concurrency for row in rows}))
-        axes.legend()
-    figure.savefig(path)
+        axes.grid(alpha=0.3)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, title="kv_policy", loc="outside upper center", ncols=3)
+    return figure
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The measurements as dicts; a simulation's have no times."""
+    """Returns the measurements as dicts; those of a simulation have no times."""
     found = [dataclasses.asdict(row) for row in rows]
     for row in found:
         if row["result"]["times"] is None:
@@ -294,8 +313,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--quick", action="store_true", help="two concurrencies, a few turns")
-    kinds.add_argument("--simulate", action="store_true", help="the node, without a model: minutes")
+    kinds.add_argument(
+        "--quick", action="store_true", help="a quarter of the store and of the agents, fewer turns"
+    )
+    kinds.add_argument(
+        "--simulate", action="store_true", help="the whole node, without a model; takes minutes"
+    )
     parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--plot", type=Path, help="draw them here, as PNG, SVG or PDF")
     options = parser.parse_args()
@@ -304,7 +327,7 @@ def main() -> None:
         concurrency = CONCURRENCY[1::2]
         found = simulate(concurrency, 1, AGENTS)
     elif options.quick:
-        concurrency = tuple(agents // _QUICK_PART for agents in CONCURRENCY[1::2])
+        concurrency = tuple(agents // _QUICK_PART for agents in CONCURRENCY)
         found = measure(concurrency, 3, SCALED, _QUICK_PART, 30.0)
     else:
         found = measure(concurrency, 8, SCALED, 1, 120.0)

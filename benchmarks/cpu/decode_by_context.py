@@ -1,8 +1,8 @@
-"""Times a decode step against the length of the context, on the 62M-parameter checkpoint.
+"""Time of a decode step by length of the context, on the 62M-parameter checkpoint.
 
 A cache of random numbers stands for the context. Scoring and selection, which read every index key,
-are also timed apart, over all layers with an indexer: the rest of a step reads `index_topk` rows
-whatever the context. Repeats over the contexts are interleaved and medians taken.
+are also timed on their own, over all layers with an indexer; the rest of a step reads `index_topk`
+rows whatever the context. Repeats over the contexts are interleaved, and medians are reported.
 
 usage: python benchmarks/cpu/decode_by_context.py [--repeats N] [--json FILE]
 """
@@ -42,7 +42,7 @@ from pallas_kernels.select_topk import merge_topk, select_topk
 CHECKPOINT = Path(__file__).parents[2] / ".cache" / "small-62m"
 CONTEXTS = (8192, 16384, 32768, 65536)
 BATCHES = (1, 4)
-MEMORY_SHARE = 0.5  # of the free memory, that a store may take
+MEMORY_SHARE = 0.5  # of the free memory, for a store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Timing:
     """Median milliseconds of a decode step.
 
     Attributes:
-        batch: sequences.
-        context: tokens of each, the one that the step appends included.
-        step: the whole step.
-        selection: scoring and selection of all layers.
+        batch: number of sequences.
+        context: tokens of each, including the one that the step appends.
+        step: time of the whole step.
+        selection: time of scoring and selection in all layers.
     """
 
     batch: int
@@ -63,18 +63,18 @@ class Timing:
 
     @property
     def rest(self) -> float:
-        """The step without scoring and selection."""
+        """Time of the step without scoring and selection."""
         return self.step - self.selection
 
 
 class DecodeBench:
-    """The model with a random cache, and its decode step and selection compiled for each shape.
+    """Model with a random cache, its decode step and its selection compiled for each shape.
 
     Args:
         config: a float32 model.
         params: its parameters.
-        num_sequences: sequence slots.
-        num_tokens: most tokens of a sequence.
+        num_sequences: number of sequence slots.
+        num_tokens: maximum tokens of a sequence.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class DecodeBench:
         )
 
     def step(self, batch: int, context: int) -> float:
-        """Milliseconds of a decode step that makes `batch` sequences `context` tokens long."""
+        """Returns the milliseconds of a decode step after which `batch` sequences have `context`
+        tokens."""
         self._sequences = self._at(context - 1)
         slots = jnp.arange(batch, dtype=jnp.int32)
         pages = self._steps.geometry.pages_for(context)
@@ -104,7 +105,7 @@ class DecodeBench:
         return _milliseconds(run)
 
     def selection(self, batch: int, context: int) -> float:
-        """Milliseconds of such a step's scoring and selection, with random queries."""
+        """Returns the milliseconds of such a step's scoring and selection, with random queries."""
         config, sequences = self._steps.config, self._at(context - 1)
         shape = (config.num_index_layers, batch, config.index_n_heads, config.index_head_dim)
         query = jax.block_until_ready(jax.random.normal(jax.random.key(0), shape))
@@ -135,7 +136,7 @@ def _sharded_select(
     weights: Float[Array, "index_layers batch heads"],
     context_pages: int,
 ) -> Int[Array, "index_layers batch k"]:
-    """The positions that every layer with an indexer selects for one row of each sequence."""
+    """Selects positions for one row of each sequence, in every layer with an indexer."""
     everywhere = PartitionSpec()
     return jax.shard_map(
         partial(_select, steps, context_pages),
@@ -154,7 +155,8 @@ def _select(
     query: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    """What a decode step does in its layers with an indexer, once it has queries and keys."""
+    """Scores and selects as a decode step does in layers with an indexer, given queries and
+    keys."""
     geometry = steps.geometry
     num_local = context_pages * geometry.rows_per_device
     context = jnp.arange(num_local) * geometry.num_devices + lax.axis_index(MESH_AXIS)
@@ -186,7 +188,7 @@ def _select(
 def measure(
     bench: DecodeBench, shapes: Sequence[tuple[int, int]], repeats: int
 ) -> tuple[Timing, ...]:
-    """Median timings of shapes (batch, context), which are compiled before."""
+    """Returns median timings of shapes (batch, context), compiled beforehand."""
     for shape in shapes:
         bench.step(*shape)
         bench.selection(*shape)
@@ -200,7 +202,8 @@ def measure(
 
 
 def format_table(timings: Sequence[Timing]) -> str:
-    """The timings in Markdown; the first context of a batch is what its rest is compared with."""
+    """Formats the timings in Markdown; a batch's rest is compared with that of its first
+    context."""
     lines = [
         "| batch | context | step, ms | scoring and selection, ms | rest, ms | rest, ratio |",
         "|---|---|---|---|---|---|",
@@ -216,10 +219,10 @@ def format_table(timings: Sequence[Timing]) -> str:
 
 
 def fitting_batches(config: GLMConfig, num_tokens: int) -> tuple[int, ...]:
-    """The batches whose store leaves room enough in the memory that is free now.
+    """Returns the batches whose store fits in the memory that is free now.
 
     Raises:
-        OSError: the system does not tell what is free.
+        OSError: the system does not report its free memory.
     """
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     room = int(fields["MemAvailable"].split()[0]) * 1024 * MEMORY_SHARE

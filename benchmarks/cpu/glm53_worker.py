@@ -1,6 +1,6 @@
-"""Measures this project for `against_transformers.py`: one job, in a process of its own.
+"""Measurement of glm53 for `against_transformers.py`: one job, in its own process.
 
-Takes a job as JSON, prints its result as a line of JSON, and waits until standard input is closed,
+Takes a job as JSON, prints its result as a line of JSON, and waits for the end of standard input,
 so that the peak memory of the process can be read.
 
 usage: python benchmarks/cpu/glm53_worker.py JOB
@@ -29,20 +29,20 @@ from glm53.model.steps import PrefillBatch, Steps
 from serving.engine.buckets import Buckets, fit
 
 CHUNK = 512  # rows of a prefill step, the default of LLM
-ANSWER_TOKENS = 64  # room of a sequence beyond its prompt
-LATENT_NORM_EPS = 1e-6  # what transformers computes with
+ANSWER_TOKENS = 64  # of a sequence, beyond its prompt
+LATENT_NORM_EPS = 1e-6  # as in transformers
 
 
 class Runner:
-    """The model, an empty sequence in every slot, and steps that are compiled ahead of their use.
+    """Model, an empty sequence in every slot, and steps compiled ahead of their use.
 
     Args:
-        checkpoint: its directory.
-        num_sequences: sequence slots.
-        prompt_tokens: length of a sequence, less its answer.
+        checkpoint: directory of the checkpoint.
+        num_sequences: number of sequence slots.
+        prompt_tokens: maximum length of a sequence, without its answer.
 
     Attributes:
-        compile_seconds: time that compiling took so far.
+        compile_seconds: time spent compiling so far.
     """
 
     def __init__(self, checkpoint: str, num_sequences: int, prompt_tokens: int) -> None:
@@ -57,12 +57,13 @@ class Runner:
         self.compile_seconds = 0.0
 
     def fill(self, length: int, last_tokens: Sequence[int]) -> None:
-        """Gives every sequence `length` random rows and the token that follows them."""
+        """Sets every sequence to `length` random rows and the token that follows them."""
         self._store = fill_randomly(self._store)
         self.restart(length, last_tokens)
 
     def restart(self, length: int, last_tokens: Sequence[int]) -> None:
-        """Sets the length of every sequence and the token that follows; the store stays."""
+        """Sets the length of every sequence and the token that follows, leaving the store as it
+        is."""
         tokens = jnp.asarray(last_tokens, jnp.int32)
         self._sequences = set_sequences(self._sequences, length, tokens)
 
@@ -72,7 +73,7 @@ class Runner:
             self._compile(self._steps.prefill, batch, length)
 
     def prefill(self, token_ids: Sequence[int]) -> int:
-        """Reads a prompt into the empty sequence of slot 0 and returns the token that follows."""
+        """Prefills the empty sequence of slot 0 and returns the token that follows."""
         next_tokens = [self._run(self._steps.prefill, *chunk) for chunk in self._chunks(token_ids)]
         return int(next_tokens[-1][0])
 
@@ -80,14 +81,14 @@ class Runner:
         """Appends each sequence's last token and returns the next.
 
         Args:
-            slots: the sequences.
-            length: a bound of their lengths, which fixes the bucket of context.
+            slots: slots of the sequences.
+            length: maximum of their lengths, which decides the bucket of context.
         """
         next_tokens = self._run(self._steps.decode, jnp.asarray(slots, jnp.int32), length)
         return np.asarray(next_tokens).tolist()
 
     def _chunks(self, token_ids: Sequence[int]) -> list[tuple[PrefillBatch, int]]:
-        """The steps of a prompt, each with the sequence's length after it."""
+        """Returns the steps of a prompt, each with the sequence's length after it."""
         chunks, done = [], 0
         while done < len(token_ids):
             rows = self._buckets.chunk(len(token_ids) - done)
@@ -100,7 +101,7 @@ class Runner:
         return chunks
 
     def _run(self, step: Any, batch: PrefillBatch | jax.Array, length: int) -> jax.Array:
-        """Launches a step and returns its next tokens, which may still be to come."""
+        """Launches a step and returns its next tokens, which may still be in flight."""
         run = self._compile(step, batch, length)
         output, self._store, self._sequences = run(
             self._params, self._store, self._sequences, batch
@@ -108,7 +109,7 @@ class Runner:
         return output.next_token
 
     def _compile(self, step: Any, batch: PrefillBatch | jax.Array, length: int) -> Callable:
-        """A jitted step compiled for a batch, in the bucket of a context of `length` tokens."""
+        """Compiles a jitted step for a batch, in the bucket of a context of `length` tokens."""
         pages = fit(self._buckets.context_pages, self._steps.geometry.pages_for(length))
         shape = (step, pages, *(array.shape for array in jax.tree.leaves(batch)))
         if shape not in self._compiled:
@@ -120,7 +121,7 @@ class Runner:
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """The greedy tokens after a prompt."""
+    """Returns the greedy tokens after a prompt."""
     prompt, steps = job["token_ids"], job["steps"]
     runner = Runner(job["checkpoint"], 1, len(prompt))
     tokens = [runner.prefill(prompt)]
@@ -130,7 +131,7 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefill(job: dict[str, Any]) -> dict[str, Any]:
-    """The time of reading a prompt, after a chunk that warms up."""
+    """Times a prefill, after a warm-up chunk."""
     prompt = job["token_ids"]
     runner = Runner(job["checkpoint"], 1, len(prompt))
     runner.compile_prefill(prompt)
@@ -146,7 +147,7 @@ def prefill(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """The time of decode steps on a random cache, after one that warms up."""
+    """Times decode steps on a random cache, after a warm-up step."""
     context, last_tokens, steps = job["context"], job["token_ids"], job["steps"]
     slots = range(len(last_tokens))
     runner = Runner(job["checkpoint"], len(slots), context)
@@ -164,7 +165,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the job of the command line."""
+    """Runs the job given on the command line."""
     job = json.loads(sys.argv[1])
     measure = {"generate": generate, "prefill": prefill, "decode": decode}[job["kind"]]
     print(json.dumps(measure(job)), flush=True)

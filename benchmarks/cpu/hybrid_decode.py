@@ -1,12 +1,15 @@
-"""Times a decode step with pages in host memory against stores that hold them all on the device.
+"""Time of a decode step with pages in host memory, against stores with all pages on the device.
 
-On the 62M-parameter checkpoint, with a cache of random numbers, the same in four variants: without
-a host tier; with one, but all pages on the device; with the newest pages on the device only, where
-every selected row is hot; and so, but with a share of the selected rows forgotten before each step,
-which it stages anew. The last three run the same compiled step. Each variant repeats one step, so
-all of them select the same rows, and they must agree on the logits.
+Runs the 62M-parameter checkpoint on one cache of random numbers in four variants:
 
-Variants take turns; medians and quartiles are given.
+* without a host tier;
+* with one, but all pages on the device;
+* with only the newest pages on the device, and every other selected row in the row cache;
+* the same, but with a share of those rows dropped from the row cache before each step, which must
+  stage them again.
+
+The last three run the same compiled step. Each variant repeats one step, so all of them select the
+same rows, and their logits must be equal. Variants take turns; medians and quartiles are reported.
 
 usage: python benchmarks/cpu/hybrid_decode.py [--repeats N] [--miss-share X] [--json FILE]
 """
@@ -41,8 +44,8 @@ CHECKPOINT = Path(__file__).parents[2] / ".cache" / "small-62m"
 CONTEXTS = (8192, 16384)
 BATCHES = (1, 4)
 VARIANTS = ("no host tier", "nothing spilled", "all hot", "some missed")
-NEWEST_PAGES = 2  # of a spilled sequence, on the device
-HOT_SELECTIONS = 4  # selections that a sequence's hot rows hold
+NEWEST_PAGES = 2  # on the device, of a sequence whose other pages are in host memory
+HOT_SELECTIONS = 4  # selections that fit in a sequence's row cache
 MISS_SHARE = 0.05
 _WARM_STEPS = 2
 
@@ -52,10 +55,10 @@ class Timing:
     """Milliseconds of a decode step, by variant.
 
     Attributes:
-        batch: sequences.
-        context: tokens of each, the one that the step appends included.
+        batch: number of sequences.
+        context: tokens of each, including the one that the step appends.
         missed: share of the selected rows that the last variant stages.
-        samples: milliseconds of each repeat.
+        samples: milliseconds of each repeat, by variant.
     """
 
     batch: int
@@ -64,23 +67,23 @@ class Timing:
     samples: Mapping[str, Sequence[float]]
 
     def median(self, variant: str) -> float:
-        """The median of a variant."""
+        """Returns the median of a variant."""
         return statistics.median(self.samples[variant])
 
     def ratio(self, variant: str, base: str) -> float:
-        """The median of one variant over that of another."""
+        """Returns the median of one variant over that of another."""
         return self.median(variant) / self.median(base)
 
 
 class Decoder:
-    """A store, sequences in all its slots, and a decode step of them that can be repeated.
+    """Store with a sequence in every slot, and a repeatable decode step of them.
 
     Args:
-        steps: the steps of a float32 model, whose store has room for all sequences on the device.
-        params: its parameters.
-        context: tokens of each sequence with the one that the step appends.
-        resident_pages: newest pages of each sequence that lie on the device; the others are in the
-            host tier only, and each slot has hot rows.
+        steps: steps of a float32 model whose store can hold all sequences on the device.
+        params: parameters of the model.
+        context: tokens of each sequence, including the one that the step appends.
+        resident_pages: number of newest pages of each sequence that lie on the device; the others
+            are in the host tier only, and each slot has a row cache.
     """
 
     def __init__(self, steps: Steps, params: nnx.State, context: int, resident_pages: int) -> None:
@@ -97,7 +100,7 @@ class Decoder:
         self._store = self._fill(pages, resident_pages)
 
     def step(self) -> tuple[StepOutput, float]:
-        """Takes the step; its output, and its milliseconds."""
+        """Runs the step; returns its output and its milliseconds."""
         no_tokens = jnp.zeros_like(self._sequences.last_token)
         self._sequences = set_sequences(self._sequences, self._context - 1, no_tokens)
         jax.block_until_ready((self._store, self._sequences))
@@ -110,12 +113,13 @@ class Decoder:
         return output, (time.perf_counter() - start) * 1e3
 
     def reads(self) -> dict[str, int]:
-        """What steps have read since the store was made, all slots together."""
+        """Returns the rows that steps have read since the store was made, summed over slots."""
         assert self._store.host is not None
         return dict(zip(READS, np.asarray(self._store.host.reads).sum(0).tolist(), strict=True))
 
     def forget(self, count: int, seed: int) -> None:
-        """Empties `count` random hot rows that the last step read, of each slot and index group."""
+        """Drops `count` random cached rows that the last step read, of each slot and index
+        group."""
         host = self._store.host
         assert host is not None
         hot_row = _forget(host.hot_row, jax.random.key(seed), count)
@@ -123,7 +127,8 @@ class Decoder:
         self._store = dataclasses.replace(self._store, host=host)
 
     def _fill(self, pages: Int[np.ndarray, "slots pages"], resident_pages: int) -> KVStore:
-        """A store with pages in place, full of normal numbers, the size of latents and keys."""
+        """Returns a store with pages assigned, full of normal numbers, the size of latents and
+        keys."""
         geometry, shape = self._steps.geometry, pages.shape
         store = KVStore.create(geometry, self._steps.mesh)
         newest = np.arange(shape[1]) >= geometry.pages_for(self._context) - resident_pages
@@ -155,7 +160,7 @@ class Decoder:
 
 @partial(jax.jit, static_argnums=2)
 def _forget(hot_row: Int[Array, "slots groups hot"], key: jax.Array, count: int) -> jax.Array:
-    """Empties random rows of those in use, which repeats of one step all read."""
+    """Drops random rows of those in use, which repeats of one step all read."""
     drawn = jnp.where(hot_row >= 0, jax.random.uniform(key, hot_row.shape), -1.0)
     _, rows = lax.top_k(drawn, count)
     slots, groups = (jnp.arange(size) for size in hot_row.shape[:2])
@@ -163,13 +168,13 @@ def _forget(hot_row: Int[Array, "slots groups hot"], key: jax.Array, count: int)
 
 
 class HybridBench:
-    """The variants at one shape, warmed, each with a store of its own.
+    """Variants at one shape, warmed up.
 
     Args:
         config: a float32 model.
         params: its parameters.
-        batch: sequences.
-        context: tokens of each, the one that the step appends included.
+        batch: number of sequences.
+        context: tokens of each, including the one that the step appends.
         miss_share: share of the selected rows that the last variant stages.
 
     Raises:
@@ -188,7 +193,8 @@ class HybridBench:
             "nothing spilled": Decoder(tiered, params, context, pages),
             "all hot": Decoder(tiered, params, context, NEWEST_PAGES),
         }
-        # The same store: what the one forgets, its step brings back before the other reads it.
+        # One store for both: the step that misses rows stages them again before the other reads
+        # them.
         self._decoders["some missed"] = self._decoders["all hot"]
         self._forgotten = round(miss_share * config.index_topk)
         self._cells = batch * resident.num_index_layers
@@ -200,7 +206,7 @@ class HybridBench:
         self._check_logits()
 
     def step(self, variant: str) -> float:
-        """Milliseconds of a variant's step.
+        """Returns the milliseconds of a variant's step.
 
         Raises:
             RuntimeError: it read other rows than the variant should.
@@ -235,7 +241,7 @@ class HybridBench:
 
 
 def _with_host_tier(resident: KVGeometry, index_topk: int) -> KVGeometry:
-    """A store that can hold all pages on the device, beside hot rows, and all in host memory."""
+    """Returns a store that can hold all pages in either tier, and a row cache for each sequence."""
     tiered = dataclasses.replace(
         resident, host_pages=resident.device_pages, hot_rows=HOT_SELECTIONS * index_topk
     )
@@ -244,7 +250,7 @@ def _with_host_tier(resident: KVGeometry, index_topk: int) -> KVGeometry:
 
 
 def measure(bench: HybridBench, batch: int, context: int, repeats: int) -> Timing:
-    """Times of all variants, which take turns, beginning with another one in each repeat."""
+    """Times all variants in turns, beginning with another one in each repeat."""
     samples: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for repeat in range(repeats):
         first = repeat % len(VARIANTS)
@@ -254,7 +260,7 @@ def measure(bench: HybridBench, batch: int, context: int, repeats: int) -> Timin
 
 
 def format_table(timings: Sequence[Timing]) -> str:
-    """Medians, quartiles and the two ratios in Markdown."""
+    """Formats medians, quartiles and the two ratios in Markdown."""
     lines = [
         f"| batch | context | {', ms | '.join(VARIANTS)}, ms | missed | not spilled, ratio "
         "| all hot, added | missed, added |",

@@ -1,9 +1,9 @@
-"""Runs the built-in model with a twentieth of a long context's pages on the device.
+"""Long contexts of the built-in model with a twentieth of their pages on the device.
 
-Decodes 131,072 tokens of context, whose rows are random numbers put into the cache, and reads a
-prompt of 16,384 tokens, each with all pages on the device and with a share of them there and the
-rest in host memory. Both must give the same tokens. Each run is a process of its own, so that its
-peak of memory is its own; runs take turns and medians are given.
+Decodes after 131,072 tokens of context, whose rows are random numbers put into the cache, and
+prefills a prompt of 16,384 tokens: each with all pages on the device, and with a share of them
+there and the rest in host memory. Both must generate the same tokens. Each run has its own process,
+for its peak memory; runs take turns, and medians are reported.
 
 usage: python benchmarks/cpu/long_context.py [--repeats N] [--json FILE]
 """
@@ -33,23 +33,23 @@ PREFILL_CONTEXT = 16_384
 DEVICE_SHARE = 0.05
 STORES = ("resident", "hybrid")
 _VOCABULARY = 1500  # ids below the model's special tokens
-_NEW_TOKENS = 63  # a page less the token that a step appends to a cached prompt of whole pages
+_NEW_TOKENS = 63  # a page without the token that a step appends to a cached prompt of whole pages
 _BLOCK = 4096  # tokens imported at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run took and gave.
+    """Result of a run.
 
     Attributes:
-        tokens_per_second: of the prompt, or of the output.
-        tokens: ids that the model chose.
-        device_pages: pages on the device.
-        pages: all pages.
-        slab_bytes: device memory of their rows.
-        host_bytes: host memory of their rows.
+        tokens_per_second: speed of the prompt, or of the output.
+        tokens: ids that the model generated.
+        device_pages: number of pages on the device.
+        pages: number of all pages.
+        slab_bytes: device memory of rows.
+        host_bytes: host memory of rows.
         key_bytes: device memory of index keys.
-        peak_bytes: most memory that the process had.
+        peak_bytes: peak memory of the process.
         counters: `CacheCounters` of the request.
     """
 
@@ -65,16 +65,17 @@ class Run:
 
 
 class MeasuredLLM(LLM):
-    """An LLM that shows its cache."""
+    """An LLM that exposes its cache."""
 
     @property
     def cache(self) -> KVCache:
-        """The sequences' pages."""
+        """Bookkeeping of the cache."""
         return self._engine.runner.cache
 
 
 def store_options(store: str, max_model_len: int, rows_per_page: int = 64) -> dict[str, Any]:
-    """Options of an `LLM` for one sequence: "resident", or "hybrid" with a share on the device."""
+    """Returns options of an `LLM` for one sequence: "resident", or "hybrid" with a share of the
+    pages on the device."""
     pages = -(-max_model_len // rows_per_page)
     sizes = {"max_num_seqs": 1, "max_model_len": max_model_len}
     if store == "resident":
@@ -84,7 +85,7 @@ def store_options(store: str, max_model_len: int, rows_per_page: int = 64) -> di
 
 
 def decode(llm: MeasuredLLM, context: int) -> Run:
-    """Decodes the last tokens of a context, whose rows are random numbers before."""
+    """Decodes the last tokens of a context whose earlier rows are random numbers."""
     tokens = _random_tokens(context - _NEW_TOKENS, seed=0)
     geometry = llm.cache.geometry
     rng = np.random.default_rng(1)
@@ -109,7 +110,7 @@ def decode(llm: MeasuredLLM, context: int) -> Run:
 
 
 def prefill(llm: MeasuredLLM, context: int) -> Run:
-    """Reads a prompt, once its steps are compiled, and continues it."""
+    """Prefills a prompt, once its steps are compiled, and continues it."""
     count = context - _NEW_TOKENS
     prompts = [{"prompt_token_ids": _random_tokens(count, seed)} for seed in (1, 2)]
     for_compilation, prompt = prompts
@@ -156,7 +157,7 @@ def _run(
 
 
 def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
-    """One run a store, with the median speed and peak.
+    """Returns one run for each store, with the median speed and peak.
 
     Raises:
         RuntimeError: runs differ in their tokens.
@@ -176,7 +177,7 @@ def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
 
 
 def format_tables(results: Mapping[str, Mapping[str, Run]]) -> str:
-    """Speed and memory, and below it what was read from where, in Markdown."""
+    """Formats speed and memory, then the reads by tier, in Markdown."""
     lines = [
         "| work | store | pages on the device | tokens/s | ms a token | ratio "
         "| rows on the device, MiB | rows in host memory, MiB | index keys, MiB | peak, MiB |",
@@ -214,7 +215,7 @@ def _measure_apart(work: str, store: str) -> Run:
 
 
 def main() -> None:
-    """Runs the comparison, or one run of it."""
+    """Runs the comparison, or a single run of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the medians here")

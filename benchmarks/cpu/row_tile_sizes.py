@@ -1,7 +1,7 @@
-"""Compares sizes of the row tile on the built-in model, each in a process of its own.
+"""Speed of the built-in model by size of the row tile, each size in its own process.
 
-Prints, per size, the seconds to read a prompt and the milliseconds of a decode step at several
-batch sizes, and their ratio to the size in use. Repeats are interleaved and medians taken.
+Prints for each size the seconds of a prefill and the milliseconds of a decode step at several batch
+sizes, and their ratio to the size in use. Repeats are interleaved, and medians are reported.
 
 usage: python benchmarks/cpu/row_tile_sizes.py [--repeats N] [--json FILE]
 """
@@ -21,13 +21,13 @@ import glm53.model.row_tiles
 SIZES = (4, 8, 16, 32)
 BATCHES = (1, 4, 8)
 PROMPT_TOKENS = 4096
-CONTEXT_TOKENS = 900  # with the steps, within one bucket of context
+CONTEXT_TOKENS = 900  # together with the steps, within one bucket of context
 STEPS = 32
 
 
 def measure(row_tile: int) -> dict[str, float]:
-    """Seconds of a prefill, and milliseconds a decode step by batch size, once compiled."""
-    # Before the modules that read it are imported.
+    """Returns the seconds of a prefill, and the milliseconds of a decode step by batch size."""
+    # Set before the modules that read it are imported.
     glm53.model.row_tiles.ROW_TILE = row_tile
     from glm53 import LLM, SamplingParams
 
@@ -52,7 +52,7 @@ def measure(row_tile: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs the comparison, or one size of it."""
+    """Runs the comparison, or a single size of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the medians here")

@@ -1,14 +1,14 @@
-"""Times what Python does for a decode step besides launching it: scheduler, page account, policy.
+"""Python time of a decode step besides its launch: scheduler, page bookkeeping and policy.
 
 Sequences of one length decode while as many others wait, in a full cache whose device executes
-nothing and holds a tenth of the pages. As in serving, pages fill up and are sealed, copied to the
-host, dropped and given up, and every 32nd step heat changes. At the end some sequences end and come
-back.
+nothing and holds a tenth of the pages. As in serving, pages fill up and are sealed, offloaded to
+the host, dropped from the device and evicted, and heat changes every 32nd step. At the end some
+sequences end and come back.
 
-A step is divided into the scheduler, which is timed over a cache that does nothing; the policy,
-which is timed within the step (it is called a few times); and the account of the pages, the rest.
-Times are processor times of the thread (`time.thread_time`): other work on the machine stretches
-them, as it shares caches and cores, but less than the time by the clock.
+A step is divided into the scheduler, timed over a cache that does nothing; the policy, timed within
+the step (it is called a few times); and the page bookkeeping, which is the rest. Times are
+processor times of the thread (`time.thread_time`): other work on the machine stretches them, since
+it shares caches and cores, but less than wall time.
 
 usage: python benchmarks/cpu/scheduler_overhead.py [--sequences N ...] [--contexts N ...]
            [--repeats STEPS] [--json FILE]
@@ -32,15 +32,15 @@ from benchmarks.cpu.simulated_decode import DecodeSteps, IdleCache, simulated_ca
 CONTEXTS = (8192, 131_072, 1_048_576)
 SEQUENCES = (64, 256)
 TURNS = 3
-_FEWEST_STEPS = 32  # one changes heat
+_MIN_STEPS = 32  # heat changes once in as many
 
 
 class Stopwatch:
-    """Adds up the thread's time in some methods of objects; a call within another counts once.
+    """Sum of the thread's time in watched methods; nested calls count once.
 
     Attributes:
         seconds: the time so far.
-        calls: how often each method was called.
+        calls: number of calls by method.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Stopwatch:
         self._depth = 0
 
     def watch(self, owner: object, *names: str) -> None:
-        """Times methods of an object from now on."""
+        """Watches methods of an object from now on."""
         for name in names:
             self.calls[name] = 0
             setattr(owner, name, self._timed(name, getattr(owner, name)))
@@ -72,20 +72,20 @@ class Stopwatch:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds of the thread, of sequences of one length.
+    """Milliseconds of the thread, for sequences of one length.
 
     Attributes:
-        sequences: how many decode.
+        sequences: number of sequences that decode.
         context: tokens of each.
-        steps: each decode step.
-        scheduling: each decode step over a cache that does nothing.
-        policy: what of each decode step is the policy's.
-        observations: the decode steps in which heat changed.
-        ends: ending a sequence.
-        returns: a step in which one comes back that is cached whole.
-        cleaned: pages copied to the host in the decode steps.
-        dropped: pages that gave up their device place.
-        given_up: cached pages that were given up.
+        steps: time of each decode step.
+        scheduling: time of each decode step over a cache that does nothing.
+        policy: the policy's share of each decode step.
+        observations: times of the decode steps in which heat changed.
+        ends: times of ending a sequence.
+        returns: times of steps in which one comes back that is cached whole.
+        offloaded: number of pages copied to the host in the decode steps.
+        dropped: number of pages dropped from the device.
+        evicted: number of cached pages that were evicted.
     """
 
     sequences: int
@@ -96,20 +96,21 @@ class Timing:
     observations: Sequence[float]
     ends: Sequence[float]
     returns: Sequence[float]
-    cleaned: int
+    offloaded: int
     dropped: int
-    given_up: int
+    evicted: int
 
     @property
     def parts(self) -> dict[str, Sequence[float]]:
-        """A step and its parts. What is not policy, less the median scheduler, is the account."""
+        """Times of a step and its parts. Bookkeeping is the rest without policy and median
+        scheduler."""
         scheduling = statistics.median(self.scheduling)
         rest = [step - policy for step, policy in zip(self.steps, self.policy, strict=True)]
-        account = [each - scheduling for each in rest]
+        bookkeeping = [each - scheduling for each in rest]
         return {
             "step": self.steps,
             "scheduler": self.scheduling,
-            "account": account,
+            "bookkeeping": bookkeeping,
             "policy": self.policy,
         }
 
@@ -123,7 +124,7 @@ def measure(sequences: int, context: int, num_steps: int) -> Timing:
     watch, residency = Stopwatch(), cache.residency
     watch.watch(cache.index, "evict")
     watch.watch(residency, "clean_ahead", "promote", "make_room", "lease_hot", "update_heat")
-    cleaned, dropped = residency.pages_cleaned, residency.pages_dropped
+    offloaded, dropped = residency.pages_cleaned, residency.pages_dropped
     steps, policy, observations = [], [], []
     for _ in range(num_steps):
         before, observed = watch.seconds, watch.calls["update_heat"]
@@ -131,8 +132,9 @@ def measure(sequences: int, context: int, num_steps: int) -> Timing:
         policy.append((watch.seconds - before) * 1e3)
         if watch.calls["update_heat"] > observed:
             observations.append(steps[-1])
-    cleaned, dropped = residency.pages_cleaned - cleaned, residency.pages_dropped - dropped
-    given_up = watch.calls["evict"]
+    offloaded = residency.pages_cleaned - offloaded
+    dropped = residency.pages_dropped - dropped
+    evicted = watch.calls["evict"]
     turns = [bench.turn(number) for number in range(TURNS)]
     ends, returns = zip(*turns, strict=True)
     return Timing(
@@ -144,15 +146,15 @@ def measure(sequences: int, context: int, num_steps: int) -> Timing:
         observations,
         ends,
         returns,
-        cleaned,
+        offloaded,
         dropped,
-        given_up,
+        evicted,
     )
 
 
 def format_steps(timings: Sequence[Timing]) -> str:
-    """Decode steps and their parts in Markdown; the last column compares means with the first
-    context of as many sequences."""
+    """Formats decode steps and their parts in Markdown; the last column compares the mean with that
+    of the first context of as many sequences."""
     lines = [
         "| sequences | context | part | median, ms | mean, ms | 99%, ms | least, ms "
         "| of the first |",
@@ -173,10 +175,10 @@ def format_steps(timings: Sequence[Timing]) -> str:
 
 
 def format_turns(timings: Sequence[Timing]) -> str:
-    """What does not happen in every step, in Markdown: medians, and pages in all steps."""
+    """Formats rarer events in Markdown: their median times, and counts of pages over all steps."""
     lines = [
         "| sequences | context | observing step, ms | end, ms | return, ms "
-        "| cleaned | dropped | given up |",
+        "| offloaded | dropped | evicted |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for timing in timings:
@@ -184,7 +186,7 @@ def format_turns(timings: Sequence[Timing]) -> str:
         listed = " | ".join(f"{median:.2f}" for median in medians)
         lines.append(
             f"| {timing.sequences} | {timing.context:,} | {listed} "
-            f"| {timing.cleaned:,} | {timing.dropped:,} | {timing.given_up:,} |"
+            f"| {timing.offloaded:,} | {timing.dropped:,} | {timing.evicted:,} |"
         )
     return "\n".join(lines)
 
@@ -196,13 +198,21 @@ def _describe(timing: Timing) -> str:
 def main() -> None:
     """Runs the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES, help="that decode")
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens of each")
-    parser.add_argument("--repeats", type=int, default=512, help="decode steps of each")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        nargs="+",
+        default=SEQUENCES,
+        help="numbers of sequences that decode",
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens of each sequence"
+    )
+    parser.add_argument("--repeats", type=int, default=512, help="decode steps of each measurement")
     parser.add_argument("--json", type=Path, help="write all times here")
     options = parser.parse_args()
-    if options.repeats < _FEWEST_STEPS:
-        parser.error(f"--repeats must be at least {_FEWEST_STEPS}, got {options.repeats}")
+    if options.repeats < _MIN_STEPS:
+        parser.error(f"--repeats must be at least {_MIN_STEPS}, got {options.repeats}")
     cases = list(itertools.product(options.sequences, options.contexts))
     runs = (measure(*case, options.repeats) for case in cases)
     timings = list(show_progress(runs, len(cases), _describe))

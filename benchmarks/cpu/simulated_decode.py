@@ -1,4 +1,4 @@
-"""Decode steps that nothing computes: the scheduler, and the account and policy of a full cache."""
+"""Simulated decode steps: the scheduler, and the bookkeeping and policy of a full cache."""
 
 import dataclasses
 import time
@@ -11,19 +11,19 @@ from pallas_kernels.common.row_format import RowFormat
 from serving.scheduler import Schedulable, Scheduler, SequenceCache
 
 DEVICES = 8
-ROWS_PER_DEVICE = 64  # of a page
-DEVICE_SHARE = 10  # one page in so many lies on the device
-HOT_SHARE = 0.3  # of the device pages, for hot rows: all are in use then, and pages must go
+ROWS_PER_DEVICE = 64  # rows of a page
+DEVICE_SHARE = 10  # one page in ten lies on the device
+HOT_SHARE = 0.3  # of the device pages, for row caches: with these all are in use, and pages go
 STEP_ROWS = 8192
 WARM_UP_STEPS = 64
 STEPS_BETWEEN_SELECTIONS = 32
-_SELECTIONS = 2048  # of a sequence, counted at once
+_SELECTIONS = 2048  # of a sequence, counted together
 _VOCABULARY = 256  # Python shares ints below it, which keeps the prompts small
 
 
 @dataclasses.dataclass(eq=False)
 class Conversation:
-    """A sequence as the scheduler knows it, which never stops by itself."""
+    """Sequence as the scheduler sees it, which never stops by itself."""
 
     token_ids: list[int]
     max_tokens: int = 1 << 30
@@ -34,55 +34,55 @@ class Conversation:
 
 
 class IdleCache(SequenceCache):
-    """Room for everything, and nothing to do for it."""
+    """Cache that holds everything and does nothing."""
 
     def open(self, slot: int, token_ids: Sequence[int], promised_tokens: int, **_: object) -> int:
-        """Finds all but the last token."""
+        """Returns all tokens but the last as found."""
         return len(token_ids) - 1
 
     def num_cached(self, token_ids: Sequence[int]) -> int:
-        """All but the last token."""
+        """Returns all tokens but the last."""
         return len(token_ids) - 1
 
     def can_prepare(self, rows: Mapping[int, int]) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def advance(
         self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
     ) -> None:
-        """Nothing to keep."""
+        """Does nothing."""
 
     def reserved_pages(self, slot: int) -> int:
-        """None."""
+        """Returns 0."""
         return 0
 
     def length(self, slot: int) -> int:
-        """Not known."""
+        """Returns 0."""
         return 0
 
     def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
-        """Nothing counted."""
+        """Returns empty counters."""
         return CacheCounters()
 
 
 class DecodeSteps:
-    """A scheduler whose slots are all taken by sequences of one length that decode.
+    """Scheduler with decoding sequences of one length in all its slots.
 
-    They are computed chunk by chunk as in serving, after conversations that have ended, which fill
-    what they leave of the cache. As many others wait.
+    They are prefilled in chunks as in serving, after conversations that have ended and fill the
+    rest of the cache. As many others wait.
 
     Args:
-        cache: where their rows are.
-        context: tokens of each.
-        num_sequences: how many.
+        cache: the cache.
+        context: tokens of each sequence.
+        num_sequences: number of sequences.
 
     Attributes:
-        cache: where their rows are.
-        scheduler: plans the steps.
+        cache: the cache.
+        scheduler: the scheduler.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DecodeSteps:
         self._rng = np.random.default_rng(0)
         self._num_steps = 0
         self._num_sequences = num_sequences
-        self._under_way: list[Schedulable] = []
+        self._in_flight: list[Schedulable] = []
         self._tokens = self._rng.integers(_VOCABULARY, size=context).tolist()
         if isinstance(cache, KVCache):
             num_fitting = cache.geometry.num_pages // cache.geometry.pages_for(context)
@@ -108,14 +108,14 @@ class DecodeSteps:
         for number in range(num_sequences):
             self.scheduler.add(Conversation([number % _VOCABULARY] * 8))
         if isinstance(cache, KVCache):
-            # Every page has been selected at some time: the most to sort when heat changes.
+            # All pages have been selected: a change of heat has the most to sort.
             heat = cache.device.heat
             heat[:] = self._rng.exponential(size=len(heat))
         for _ in range(WARM_UP_STEPS):
             self.step()
 
     def step(self) -> float:
-        """Milliseconds of a decode step."""
+        """Runs a decode step and returns its milliseconds."""
         if self._num_steps % STEPS_BETWEEN_SELECTIONS == 0 and isinstance(self.cache, KVCache):
             self._select_pages(self.cache)
         self._num_steps += 1
@@ -125,7 +125,7 @@ class DecodeSteps:
         return (time.thread_time() - start) * 1e3
 
     def turn(self, number: int) -> tuple[float, float]:
-        """Milliseconds of ending a sequence, and of a step in which it is opened again."""
+        """Returns the milliseconds of ending a sequence, and of a step that opens it again."""
         sequence = self._running[number]
         start = time.thread_time()
         self.scheduler.finish(sequence)
@@ -133,40 +133,40 @@ class DecodeSteps:
         tokens = [*self._prompt(number), *sequence.output_ids, 0]
         self._running[number] = Conversation(tokens, priority=1)
         encoded = EncodedTokens(tokens)
-        encoded.encode_pages(ROWS_PER_DEVICE * DEVICES)  # where the request is read
+        encoded.encode_pages(ROWS_PER_DEVICE * DEVICES)  # as where a request is read
         self.scheduler.add(self._running[number], encoded)
         return ended, self.step()
 
     def _step(self, token: int, *, decodes: bool = True) -> None:
-        scheduler, results, self._under_way = self.scheduler, self._under_way, []
+        scheduler, results, self._in_flight = self.scheduler, self._in_flight, []
         scheduler.start_step()
         while (chunk := scheduler.next_prefill()) is not None:
             self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
             scheduler.advance(chunk)
             if chunk.is_last:
-                self._under_way.append(chunk.sequence)
+                self._in_flight.append(chunk.sequence)
         batch = scheduler.next_decode() if decodes else {}
         if batch:
             self.cache.prepare(dict.fromkeys(batch, 1))
             scheduler.launched_decode(batch)
-            self._under_way += batch.values()
+            self._in_flight += batch.values()
         for sequence in results:
             if scheduler.confirm(sequence, token):
                 sequence.output_ids.append(token)
 
     def _compute(self, number: int) -> Conversation:
-        """Has the prompt of a sequence computed, while no other decodes."""
+        """Prefills a sequence while no other decodes."""
         sequence = Conversation(self._prompt(number))
         self.scheduler.add(sequence)
-        while sequence not in self._under_way:
+        while sequence not in self._in_flight:
             self._step(0, decodes=False)
-        sequence.token_ids = []  # Nothing looks at it again, and it is large.
+        sequence.token_ids = []  # large, and not read again
         return sequence
 
     def _prompt(self, number: int) -> list[int]:
-        # Not all of one length, so that pages fill up in turn.
+        # Lengths differ a little, so that pages do not all fill up in the same step.
         spread = number % self._num_sequences * ROWS_PER_DEVICE * DEVICES // self._num_sequences
-        # Pages are told apart by all tokens up to their ends.
+        # A page is identified by all tokens up to its end.
         first = [number % _VOCABULARY, number // _VOCABULARY]
         return first + self._tokens[2 : len(self._tokens) - spread]
 
@@ -179,10 +179,10 @@ class DecodeSteps:
 
 
 def simulated_cache(context: int, num_sequences: int, num_steps: int) -> KVCache[SimulatedDevice]:
-    """A cache for so many steps, of rows of one number; what they hold is not looked at."""
-    most_tokens = context + WARM_UP_STEPS + num_steps
-    pages_each = -(-most_tokens // (ROWS_PER_DEVICE * DEVICES))
-    # A page more each: sequences that come back copy a partly filled one.
+    """Returns a cache for `num_steps` steps, with rows of one number, which nothing reads."""
+    max_tokens = context + WARM_UP_STEPS + num_steps
+    pages_each = -(-max_tokens // (ROWS_PER_DEVICE * DEVICES))
+    # One page more for each: a sequence that comes back copies a partly filled page.
     num_pages = num_sequences * (pages_each + 2)
     device_pages = -(-num_pages // DEVICE_SHARE) + 4 * num_sequences
     hot_pages = max(int(HOT_SHARE * device_pages) // num_sequences, 1)

@@ -1,8 +1,7 @@
-"""Measures Hugging Face transformers for `against_transformers.py`: one job, in its own process.
+"""Measurement of transformers for `against_transformers.py`: one job, in its own process.
 
-Runs in an environment that has no part of this project. Takes a job as JSON, prints its result as a
-line of JSON, and waits until standard input is closed, so that the peak memory of the process can
-be read.
+Runs in an environment without glm53. Takes a job as JSON, prints its result as a line of JSON, and
+waits for the end of standard input, so that the peak memory of the process can be read.
 
 usage: .cache/transformers/bin/python benchmarks/cpu/transformers_worker.py JOB
 """
@@ -12,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-# Installed by scripts/setup_transformers.sh, in an environment of their own.
+# Installed by scripts/setup_transformers.sh, in a separate environment.
 import torch  # pyright: ignore[reportMissingImports]
 from transformers import (  # pyright: ignore[reportMissingImports]
     AutoModelForCausalLM,
@@ -23,18 +22,18 @@ WARM_UP_TOKENS = 512
 
 
 def load(checkpoint: str) -> Any:
-    """The model in float32."""
+    """Loads the model in float32."""
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 def step(model: Any, token_ids: Any, cache: Any) -> tuple[Any, Any]:
-    """Appends tokens [batch, tokens]; gives the greedy next ones [batch, 1] and the cache."""
+    """Appends tokens [batch, tokens]; returns the greedy next tokens [batch, 1] and the cache."""
     output = model(token_ids, cache=cache, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1:].argmax(-1), output.cache
 
 
 def random_cache(config: Any, batch: int, length: int) -> Any:
-    """A cache of normal numbers, the size of normalised latents and keys."""
+    """Returns a cache of normal numbers, the size of normalised latents and keys."""
     cache = DynamicCache(config=config)
     for layer, kind in enumerate(config.indexer_types):
         latent = torch.randn(batch, 1, length, config.kv_lora_rank)
@@ -46,7 +45,7 @@ def random_cache(config: Any, batch: int, length: int) -> Any:
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """The greedy tokens after a prompt."""
+    """Returns the greedy tokens after a prompt."""
     model = load(job["checkpoint"])
     token, cache = step(model, torch.tensor([job["token_ids"]]), None)
     tokens = [int(token)]
@@ -57,7 +56,7 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefill(job: dict[str, Any]) -> dict[str, Any]:
-    """The time of reading a prompt, after a short one that warms up."""
+    """Times a prefill, after a short warm-up prompt."""
     model = load(job["checkpoint"])
     prompt = torch.tensor([job["token_ids"]])
     step(model, prompt[:, :WARM_UP_TOKENS], None)
@@ -67,7 +66,7 @@ def prefill(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """The time of decode steps on a random cache, after one that warms up."""
+    """Times decode steps on a random cache, after a warm-up step."""
     model = load(job["checkpoint"])
     token = torch.tensor(job["token_ids"])[:, None]
     cache = random_cache(model.config, len(token), job["context"])
@@ -79,7 +78,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the job of the command line."""
+    """Runs the job given on the command line."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
     measure = {"generate": generate, "prefill": prefill, "decode": decode}[job["kind"]]

@@ -1,8 +1,8 @@
-"""Compiles GLM-5.3's decode step for eight H200s where there are none, and tells what it does.
+"""Report on GLM-5.3's decode step, compiled for eight H200s without any.
 
-The store has the sizes that an engine would give it on such a node. Arguments are shapes only, so
+The store has the sizes that an engine would choose on such a node. Arguments are shapes only, so
 the whole model compiles in the memory of a laptop. The program is the one that eight H200s would
-run, but for the code of XLA's own kernels, in which LLVM optimises nothing here, to save time.
+run, except that LLVM does not optimise XLA's own kernels here, to save time.
 
 usage: .venv-aot/bin/python -m benchmarks.h200.compiled_step [--whole] [--batch N ...] [--rows N]
 """
@@ -35,15 +35,15 @@ from serving.options.store_options import StoreOptions, resolve_geometry
 
 NUM_DEVICES = 8
 DEVICE_BYTES = 140 << 30
-"""Memory of an H200 that a program can have."""
+"""Memory of an H200 available to a program."""
 HOST_GIB = 1024
-"""Memory of the machine that the store may take."""
+"""Memory of the machine available to the store."""
 MAX_MODEL_LEN = 1 << 20
 BATCHES = (8, 32)
 ROWS = 4
 """Rows of a sequence in a step: a token and three drafts."""
 LEAST_COPY = 1 << 20
-"""Bytes of the smallest copy that is reported."""
+"""Size of the smallest copy reported, in bytes."""
 
 _WRAPPERS = ("jit(_sharded)", "shard_map", "eval_jaxpr", "body")
 _HLO_TYPES = {
@@ -58,12 +58,12 @@ _HLO_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """A decode step that is to be compiled.
+    """Decode step to compile.
 
     Attributes:
         steps: the engine's steps.
-        batch: sequences.
-        rows: token rows of each.
+        batch: number of sequences.
+        rows: token rows of each sequence.
         arguments: shapes of parameters, store, sequences and tokens.
     """
 
@@ -74,21 +74,21 @@ class DecodeStep:
 
     @property
     def num_layers(self) -> int:
-        """Layers whose rows are stored."""
+        """Number of layers whose rows are stored."""
         return self.steps.geometry.num_layers
 
     @property
     def state(self) -> list[jax.ShapeDtypeStruct]:
-        """What is donated."""
+        """Donated arguments."""
         return jax.tree.leaves(self.arguments[1:3])
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one device of what is donated, in both memories."""
+        """Donated bytes of one device, in both memories."""
         return sum(map(local_bytes, self.state))
 
     def compile(self) -> CompileReport:
-        """Compiles it for eight H200s."""
+        """Compiles the step for eight H200s."""
         return compile_for_h200(
             self.steps.prefill,
             self.arguments,
@@ -99,8 +99,9 @@ class DecodeStep:
 
 
 def glm_config(whole: bool) -> GLMConfig:
-    """GLM-5.3 in FP8 as an engine runs it; or four layers, a scanned pattern with both kinds of
-    attention and both of what follows it.
+    """Returns GLM-5.3 in FP8 as an engine runs it, or a model of four of its layers.
+
+    The four layers have a scanned pattern, both kinds of attention and both kinds of MLP.
     """
     config = resolve_numerics(preset("glm-5.3"), "auto", None, "auto", on_cpu=False)
     if whole:
@@ -113,7 +114,7 @@ def glm_config(whole: bool) -> GLMConfig:
 
 
 def node_geometry(config: GLMConfig, batch: int, with_mtp: bool = True) -> KVGeometry:
-    """The store of a node of eight H200s whose sequences may be 1M tokens long.
+    """Returns the store of a node of eight H200s with sequences of up to 1M tokens.
 
     A shortened model has as many pages as the whole one.
     """
@@ -145,7 +146,7 @@ def node_geometry(config: GLMConfig, batch: int, with_mtp: bool = True) -> KVGeo
 
 
 def decode_step(config: GLMConfig, geometry: KVGeometry, batch: int, rows: int) -> DecodeStep:
-    """The step that appends `rows` tokens to each of `batch` sequences."""
+    """Returns the step that appends `rows` tokens to each of `batch` sequences."""
     mesh = make_mesh(NUM_DEVICES)
     tokens = PrefillBatch(
         jnp.zeros((batch,), jnp.int32),
@@ -161,7 +162,7 @@ def decode_step(config: GLMConfig, geometry: KVGeometry, batch: int, rows: int) 
 
 
 def abstract_parameters(config: GLMConfig, mesh: Mesh) -> Any:
-    """Shapes of the parameters."""
+    """Returns the shapes of the parameters."""
     _, parameters = abstract_model(config)
     return jax.tree.map(_with_sharding, parameters, parameter_shardings(parameters, mesh))
 
@@ -169,7 +170,7 @@ def abstract_parameters(config: GLMConfig, mesh: Mesh) -> Any:
 def abstract_state(
     config: GLMConfig, geometry: KVGeometry, mesh: Mesh
 ) -> tuple[KVStore, SequenceState]:
-    """Shapes of the store and of the sequences in it."""
+    """Returns the shapes of the store and of the sequences in it."""
     store = jax.eval_shape(functools.partial(KVStore.create, geometry, mesh))
     sequences = jax.eval_shape(
         functools.partial(
@@ -181,7 +182,7 @@ def abstract_state(
 
 
 def replicated(tree: Any, mesh: Mesh) -> Any:
-    """Shapes of arrays that every device has."""
+    """Returns the shapes of replicated arrays."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda array: _with_sharding(array, everywhere), tree)
 
@@ -191,14 +192,14 @@ def _with_sharding(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def local_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array on one device."""
+    """Returns the bytes of an array on one device."""
     assert array.sharding is not None
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def copies_of_arguments(step: DecodeStep, report: CompileReport) -> list[str]:
-    """Those of a report's copies that are as large as a parameter or a field of the state, or as a
-    layer of one."""
+    """Returns the copies in a report that are as large as a parameter or a field of the state, or
+    as one layer of it."""
     sizes = set()
     for array in jax.tree.leaves(step.arguments):
         elements = local_bytes(array) // array.dtype.itemsize
@@ -208,7 +209,7 @@ def copies_of_arguments(step: DecodeStep, report: CompileReport) -> list[str]:
 
 
 def _copied(copy: str) -> tuple[str, int]:
-    """Element type and number of elements of what a line of HLO copies."""
+    """Returns the element type and the number of elements that a line of HLO copies."""
     found = re.search(r" = \(?(\w+)\[([\d,]*)\]", copy)
     if found is None:
         raise ValueError(f"not a copy in HLO: {copy}")
@@ -216,12 +217,12 @@ def _copied(copy: str) -> tuple[str, int]:
 
 
 def loops_read_back(report: CompileReport) -> list[Loop]:
-    """Loops whose condition the host reads back every turn."""
+    """Returns the loops whose condition the host reads back in each iteration."""
     return [loop for loop in report.loops if loop.trip_count is None]
 
 
 def _summary(copy: str) -> str:
-    """What is copied and where, without what tells like copies apart."""
+    """Returns what is copied and where, the same for like copies."""
     array, scope = re.search(r" = (\S+?)\{", copy), re.search(r'op_name="([^"]*)"', copy)
     kind = re.search(r"\} (\w+)\(%([a-z_]+)", copy)
     return " ".join(
@@ -234,13 +235,13 @@ def _summary(copy: str) -> str:
 
 
 def _scope(origin: str) -> str:
-    """The part of a layer that an operation is of, and the operation."""
+    """Returns the part of a layer that an operation belongs to, and the operation."""
     parts = [part for part in origin.split("/") if part not in _WRAPPERS]
     return "/".join(parts)
 
 
 def describe(step: DecodeStep, report: CompileReport, seconds: float) -> Iterator[str]:
-    """What a compiled step does, line by line."""
+    """Describes a compiled step, line by line."""
     gib = 2**30
     geometry = step.steps.geometry
     yield (
@@ -288,11 +289,17 @@ def describe(step: DecodeStep, report: CompileReport, seconds: float) -> Iterato
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compiles, and prints what came out."""
+    """Compiles the step and prints the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--whole", action="store_true", help="all 78 layers and the MTP layer")
-    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, help="sequences")
-    parser.add_argument("--rows", type=int, default=ROWS, help="token rows of a sequence")
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="all 78 layers and the MTP layer, instead of four layers",
+    )
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=BATCHES, help="numbers of sequences"
+    )
+    parser.add_argument("--rows", type=int, default=ROWS, help="token rows of each sequence")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)

@@ -1,17 +1,17 @@
-"""Checks and times the kernels on an H200: one script, meant to take less than three minutes.
+"""Correctness and speed of the kernels on an H200, in less than three minutes.
 
-Every operation's kernel is compared with its reference on small odd shapes, and at GLM-5.3's true
-ones, of one device of eight, where it is then timed. Bits must be the same, or, for `index_scores`,
-differ by no more than it states. References run on the CPU; those of slabs of gigabytes on the GPU,
-whose memory stands in for the host's, as XLA would not gather from that.
+The kernel of each operation is compared with its reference on small odd shapes and at the true
+shapes of GLM-5.3 on one device of eight, where it is then timed. Bits must be equal; `index_scores`
+may differ by the error bound it states. References run on the CPU. Those of slabs of gigabytes run
+on the GPU, whose memory stands in for the host's, since XLA would not gather from host memory.
 
-A call's time is on the device, without the launch from Python (`programs.py` says how), and is
-compared with what its bytes and products take at 50 GB/s over the host link, 4.3 TB/s in the
-device's memory and 780 TFLOP/s. Then staging is timed by its rows, and beside a product in the same
-program.
+The time of a call is on the device, without the launch from Python (see `programs.py`). It is
+compared with the time of its bytes and products at 50 GB/s over the host link, 4.3 TB/s in device
+memory and 780 TFLOP/s. Then staging is timed by number of rows, and beside a matrix product in the
+same program.
 
-Exits with 1 where a value is wrong or an operation fails; the others are run all the same. With
---dry-run all of it runs on a CPU, on small shapes and in Pallas' interpreter, and times nothing.
+Exits with 1 if a value is wrong or an operation fails, after running all others. With --dry-run
+everything runs on a CPU, on small shapes and in Pallas' interpreter, and nothing is timed.
 
 usage: python benchmarks/h200/kernels.py [--dry-run] [--operations NAME,...] [--repeats N]
            [--output FILE]
@@ -44,20 +44,20 @@ from benchmarks.h200.staging import (
 )
 
 NOT_MEASURED = "not measured"
-_LARGE_BYTES = 256 << 20  # of arrays that are compared on the device
-_MOST_CPU_BYTES = 4 << 30  # of large operands that a reference on the CPU may have
+_LARGE_BYTES = 256 << 20  # arrays of this size are compared on the device
+_MAX_CPU_BYTES = 4 << 30  # of large operands, for a reference on the CPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What was found of an operation on one of its specs.
+    """Result of an operation on one of its specs.
 
     Attributes:
-        operation: its name.
-        spec: the spec's.
-        error: what is wrong, None if nothing is.
-        bound: least seconds of a call, None where the spec is not timed.
-        bound_by: what binds.
+        operation: name of the operation.
+        spec: name of the spec.
+        error: description of the error, None if there is none.
+        bound: minimum seconds of a call, None where the spec is not timed.
+        bound_by: resource that limits it.
         seconds: median seconds of a call, None where it was not measured.
     """
 
@@ -74,12 +74,12 @@ def first_difference(
     expected: jax.Array | np.ndarray,
     tolerance: np.ndarray | None = None,
 ) -> str | None:
-    """The first place at which arrays differ by a bit, or by more than the tolerance, in words."""
+    """Describes the first index at which arrays differ by a bit, or by more than the tolerance."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         return f"is {found.dtype}{found.shape}, not {expected.dtype}{expected.shape}"
     start = 0
     if isinstance(found, jax.Array) and tolerance is None and found.nbytes >= _LARGE_BYTES:
-        # Only what differs is brought to the CPU.
+        # Only parts that differ are copied to the CPU.
         on_device = SingleDeviceSharding(*found.sharding.device_set)
         found, expected = (jax.device_put(each, on_device) for each in (found, expected))
         wrong = np.asarray(_parts_that_differ(found, expected))
@@ -103,26 +103,26 @@ def first_difference(
 
 @jax.jit
 def _parts_that_differ(found: jax.Array, expected: jax.Array) -> jax.Array:
-    """Whether any bit does, along the first axis."""
+    """Returns, along the first axis, whether any bit differs."""
     bits = f"uint{8 * found.dtype.itemsize}"
     found, expected = (lax.bitcast_convert_type(each, bits) for each in (found, expected))
     return jnp.any(found != expected, axis=range(1, found.ndim))
 
 
 def _differ(found: np.ndarray, expected: np.ndarray, tolerance: np.ndarray) -> np.ndarray:
-    """Where they do; an infinity must be the same."""
+    """Returns where arrays differ; infinities must be equal."""
     finite = np.isfinite(found) & np.isfinite(expected)
     error = np.abs(np.where(finite, found, 0) - np.where(finite, expected, 0))
     return np.where(finite, error > tolerance, found != expected)
 
 
 class Case:
-    """An operation on one of its specs.
+    """Operation on one of its specs.
 
     Args:
         machine: where its program runs.
-        operation: its entry.
-        spec: the spec's name.
+        operation: the operation.
+        spec: name of the spec.
         full: whether its lists are full.
     """
 
@@ -135,7 +135,7 @@ class Case:
         self._chain = Chain(machine, operation.body(self._spec, machine.implementation))
 
     def check(self) -> str | None:
-        """Runs a call, and another one of the reference; says where their results differ."""
+        """Runs a call and its reference; describes where their results differ, None if nowhere."""
         found = self._results(self._chain)
         reference = self._reference()
         body = self._operation.body(self._spec, reference.implementation)
@@ -151,9 +151,10 @@ class Case:
         return None
 
     def _reference(self) -> Machine:
-        """The CPU, or the device where its memory stands in for a large slab of the host's."""
+        """Returns the CPU, or the device where its memory stands in for a large slab of the
+        host's."""
         large = [each.array for each in self._chain.operands if isinstance(each, Large)]
-        if sum(array.size * array.dtype.itemsize for array in large) <= _MOST_CPU_BYTES:
+        if sum(array.size * array.dtype.itemsize for array in large) <= _MAX_CPU_BYTES:
             return Machine.cpu("reference")
         return dataclasses.replace(self._machine, implementation="reference", host=None)
 
@@ -162,13 +163,13 @@ class Case:
         return self._operation.comparable((*chain.state, *returned))
 
     def time(self) -> float | None:
-        """Median seconds of a call."""
+        """Times a call and returns its median seconds."""
         (samples,) = measure(self._machine, [(self._chain, self._lists)])
         return samples.seconds
 
 
 def examine(machine: Machine, operation: str, spec: str, timed: bool) -> Outcome:
-    """Checks an operation on a spec, and times it where it is right."""
+    """Checks an operation on a spec, and times it if it is right."""
     entry, outcome, error = OPERATIONS[operation], Outcome(operation, spec), None
     try:
         if timed:
@@ -179,7 +180,7 @@ def examine(machine: Machine, operation: str, spec: str, timed: bool) -> Outcome
         if timed and not error:
             outcome = dataclasses.replace(outcome, seconds=case.time())
     except Exception as failure:
-        # Whatever goes wrong with one, the others are run.
+        # The others are run even if one fails.
         error = f"{type(failure).__name__}: {failure}"
     outcome = dataclasses.replace(outcome, error=error)
     print(f"{operation} of {spec}: {outcome.error or 'right'}", flush=True)
@@ -187,17 +188,17 @@ def examine(machine: Machine, operation: str, spec: str, timed: bool) -> Outcome
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Microseconds, if there are any."""
+    """Formats seconds as microseconds."""
     return NOT_MEASURED if seconds is None else f"{seconds * 1e6:.1f}"
 
 
 def format_share(share: float | None) -> str:
-    """Percent, if there are any."""
+    """Formats a share in percent."""
     return NOT_MEASURED if share is None else f"{share:.0%}"
 
 
 def format_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """The timed ones in Markdown."""
+    """Formats the timed outcomes in Markdown."""
     lines = [
         "| operation | shapes | time, us | bound, us | of the bound | bound by |",
         "|---|---|---|---|---|---|",
@@ -214,7 +215,7 @@ def format_outcomes(outcomes: Sequence[Outcome]) -> str:
 
 
 def format_staging(staging: Sequence[Staging], overlap: Overlap | None) -> str:
-    """Staging by rows, and beside a product, in Markdown."""
+    """Formats staging by rows, and beside a product, in Markdown."""
     lines = ["| rows staged | bytes | time, us | GB/s |", "|---|---|---|---|"]
     for each in staging:
         rate = f"{each.num_bytes / each.seconds / 1e9:.1f}" if each.seconds else NOT_MEASURED
@@ -231,7 +232,7 @@ def format_staging(staging: Sequence[Staging], overlap: Overlap | None) -> str:
 
 
 def run(machine: Machine, operations: Sequence[str], dry: bool) -> dict[str, Any]:
-    """Runs everything and prints it; returns it for a file."""
+    """Runs and prints everything; returns it for a JSON file."""
     outcomes = []
     for name in operations:
         entry = OPERATIONS[name]
@@ -258,12 +259,16 @@ def run(machine: Machine, operations: Sequence[str], dry: bool) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line says; returns what to exit with."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, without times")
-    parser.add_argument("--operations", default=",".join(OPERATIONS), help="some of %(default)s")
-    parser.add_argument("--repeats", type=int, default=30, help="of each time")
-    parser.add_argument("--output", type=Path, help="write the results here, in JSON")
+    parser.add_argument("--dry-run", action="store_true", help="run on a CPU, without times")
+    parser.add_argument(
+        "--operations",
+        default=",".join(OPERATIONS),
+        help="comma-separated names out of %(default)s",
+    )
+    parser.add_argument("--repeats", type=int, default=30, help="measurements of each time")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args(arguments)
     operations = options.operations.split(",")
     if unknown := set(operations) - set(OPERATIONS):

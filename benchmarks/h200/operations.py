@@ -1,7 +1,7 @@
-"""The operations that `kernels.py` checks and times; another one takes an entry more."""
+"""Table of the operations that `kernels.py` checks and times."""
 
 from benchmarks.h200.selection_operations import SELECTIONS
 from benchmarks.h200.slab_operations import SLAB_OPERATIONS
 
 OPERATIONS = SLAB_OPERATIONS | SELECTIONS
-"""By name."""
+"""Operations by name."""

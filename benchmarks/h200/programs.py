@@ -1,13 +1,13 @@
-"""Programs of one operation, once and many times over, for benchmarks/h200/kernels.py.
+"""Programs that call one operation once or many times, and their timing.
 
-An operation takes `call(*state, *kept, *lists)` and returns the new state, which is updated in
-place, and then its other results. A program calls it once for each of several lists.
+An operation is `call(*state, *kept, *lists)`, which returns the new state, updated in place, and
+then its other results. A program calls it once for each of several lists.
 
-A program's time has the launch from Python, the transfer of a flag and the wait in it, which take
-longer than most operations here. So programs of one call and of many are run in turns, and the time
-of a call is what the additional ones take. Calls follow from each other: by the state that they
-hand on, or, where there is none, by a zero times a result that is added to the next call's last
-list, for which XLA launches one more small kernel.
+The time of a program includes the launch from Python, the transfer of a flag and the wait, which
+take longer than most operations here. So programs of one call and of many run in turns, and the
+time of a call is the difference divided by the number of additional calls. Each call depends on the
+one before: through the state, or, without state, through a zero times a result that is added to the
+next call's last list, for which XLA launches one more small kernel.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ Call = Callable[..., tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Large:
-    """An operand that is computed where it is needed, the same wherever that is.
+    """Large operand that is computed where it is needed, with the same bits everywhere.
 
     Attributes:
-        array: its shape and dtype.
-        fill: computes it from those.
+        array: shape and dtype.
+        fill: computes the operand from these.
         in_host: whether it lies in host memory.
     """
 
@@ -51,7 +51,7 @@ Rng = np.random.Generator
 
 
 def scattered_bits(array: jax.ShapeDtypeStruct) -> jax.Array:
-    """Bits that follow from the indices, and differ from place to place."""
+    """Returns bits computed from the indices, which differ from element to element."""
     mixed = jnp.uint32(0x9E3779B9)
     for axis, factor in enumerate((0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)[: array.ndim]):
         mixed += lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(factor)
@@ -63,14 +63,14 @@ def scattered_bits(array: jax.ShapeDtypeStruct) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where programs run.
+    """Machine that programs run on.
 
     Attributes:
-        implementation: what an operation runs there.
-        device: the device's memory.
-        host: host memory that the device reads; None takes the device's in its place.
-        extra_calls: calls by which the longer program of a timing exceeds the shorter.
-        repeats: how often both are run; 0 where times mean nothing, for once without timing.
+        implementation: implementation of operations.
+        device: memory of the device.
+        host: host memory that the device reads; None uses the device's instead.
+        extra_calls: additional calls of the longer program of a timing.
+        repeats: number of timed runs of both; 0 runs them once without timing.
     """
 
     implementation: Implementation
@@ -81,14 +81,14 @@ class Machine:
 
     @classmethod
     def with_kernels(cls, device: Any, repeats: int = 0) -> "Machine":
-        """A GPU, or a device that stands in for one while programs are compiled."""
+        """Returns a GPU, or a device that stands in for one while programs are compiled."""
         memory = SingleDeviceSharding(device)
         host = SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
         return cls("mosaic_gpu", memory, host, extra_calls=16, repeats=repeats)
 
     @classmethod
     def cpu(cls, implementation: Implementation) -> "Machine":
-        """The first CPU device."""
+        """Returns the first CPU device."""
         return cls(implementation, SingleDeviceSharding(jax.devices("cpu")[0]), None)
 
     @property
@@ -99,29 +99,29 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """What the device is."""
+        """Kind of the device."""
         (device,) = self.device.device_set
         return device.device_kind
 
     def memory(self, operand: Operand) -> jax.sharding.Sharding:
-        """Where an operand lies."""
+        """Returns the memory of an operand."""
         in_host = isinstance(operand, Large) and operand.in_host
         return self.host if in_host and self.host else self.device
 
     def filling(self, operand: Large) -> Callable[[], jax.Array]:
-        """The jitted function that returns the operand, in its memory."""
+        """Returns the jitted function that computes the operand in its memory."""
         fill = functools.partial(operand.fill, operand.array)
         return jax.jit(fill, out_shardings=self.memory(operand))
 
     def place(self, operand: Operand) -> jax.Array:
-        """The operand, in its memory."""
+        """Returns the operand in its memory."""
         if isinstance(operand, Large):
             return self.filling(operand)()
-        # What is donated must not be the operand itself.
+        # A copy, since the operand must outlive the donation.
         return jax.device_put(operand, self.device, may_alias=False)
 
     def keep(self, operand: Operand) -> jax.Array:
-        """The operand, not to be donated; a large one is placed once for all."""
+        """Returns the operand, not to be donated; a large one is computed only once."""
         return _kept(self, operand) if isinstance(operand, Large) else self.place(operand)
 
 
@@ -132,13 +132,13 @@ def _kept(machine: Machine, operand: Large) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """What a program repeats.
+    """Repeated part of a program.
 
     Attributes:
         call: the operation.
-        state: what it updates in place.
-        kept: what else stays the same from call to call.
-        compiler_options: XLA's, by name.
+        state: operands that it updates in place.
+        kept: other operands that stay the same from call to call.
+        compiler_options: XLA's options by name.
     """
 
     call: Call
@@ -148,8 +148,10 @@ class Body:
 
 
 def program(machine: Machine, body: Body) -> Callable[..., Any]:
-    """The jitted function of the state, which is donated, what is kept, the lists of each call and
-    a zero, that returns the new state and the results of each call."""
+    """Returns the jitted function of a body.
+
+    It takes the donated state, the kept operands, the lists of each call and a zero, and returns
+    the new state and the results of each call."""
 
     def cast(
         arrays: Sequence[jax.Array], operands: Sequence[Operand], to: Callable
@@ -159,7 +161,7 @@ def program(machine: Machine, body: Body) -> Callable[..., Any]:
             for array, operand in zip(arrays, operands, strict=True)
         )
 
-    # Traced once, however often it is called.
+    # Traced once for all calls.
     called, state = jax.jit(body.call), body.state
 
     def run(
@@ -193,11 +195,11 @@ def _first_bits(array: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What an operation must do at least.
+    """Minimum work of an operation.
 
     Attributes:
         host_bytes: bytes over the host link.
-        device_bytes: bytes that are read from the device's memory or written to it.
+        device_bytes: bytes read from device memory or written to it.
         flops: multiplications and additions on tensor cores.
     """
 
@@ -207,7 +209,7 @@ class Work:
 
     @property
     def bound(self) -> tuple[float, str]:
-        """Least seconds, and what binds."""
+        """Returns the minimum seconds, and the resource that limits them."""
         return max(
             (self.host_bytes / 50e9, "host link, 50 GB/s"),
             (self.device_bytes / 4.3e12, "device memory, 4.3 TB/s"),
@@ -217,21 +219,21 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """How an operation is run, for each of its specs.
+    """Calls of an operation, for each of its specs.
 
     Attributes:
-        specs: by name.
-        timed: names of those that are timed on a GPU. All whose names begin with "odd" are checked.
-        rehearsed: names of those that stand for both on a CPU.
-        call: a spec's operation in one implementation, as a `Body` has it.
-        state: operands that it updates in place, its first.
+        specs: specs by name.
+        timed: names of the specs that are timed on a GPU. Those named "odd..." are checked.
+        rehearsed: names of the specs that stand for both on a CPU.
+        call: a spec's operation in one implementation, as a `Body` takes it.
+        state: the first operands, updated in place.
         kept: other operands that stay the same from call to call.
-        lists: operands that each call has its own of; without state, the last is of integers. Full
-            ones list as much as they can, as those that are timed do.
-        work: what a call with full lists does.
-        tolerance: of an operation without state, how far its first result, in kept and lists, may
-            be from the reference; None where no bit may differ.
-        comparable: results in a form that is compared.
+        lists: operands that differ from call to call; without state, the last is of integers. Timed
+            calls have full ones.
+        work: minimum work of a call with full lists.
+        tolerance: for an operation without state, the error bound of its first result, computed
+            from kept operands and lists; None where no bit may differ.
+        comparable: brings results into a form that can be compared.
     """
 
     specs: Mapping[str, Any]
@@ -246,21 +248,21 @@ class Operation:
     comparable: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda results: results
 
     def body(self, spec: Any, implementation: Implementation) -> Body:
-        """What a program of a spec's operation repeats."""
+        """Returns the repeated part of a spec's program."""
         return Body(self.call(spec, implementation), self.state(spec), self.kept(spec))
 
     @property
     def checked(self) -> tuple[str, ...]:
-        """Names of the specs whose values are checked, besides those that are timed."""
+        """Names of the specs that are checked, besides the timed ones."""
         return tuple(name for name in self.specs if name.startswith("odd"))
 
 
 class Chain:
-    """A program on its machine, with its operands.
+    """Program on its machine, with its operands.
 
     Args:
         machine: where it runs.
-        body: what it repeats.
+        body: its repeated part.
     """
 
     def __init__(self, machine: Machine, body: Body) -> None:
@@ -272,11 +274,12 @@ class Chain:
         self._zero = machine.place(np.zeros((), np.int32))
 
     def place(self, calls: Sequence[Sequence[Operand]]) -> tuple[tuple[jax.Array, ...], ...]:
-        """Lists of several calls, for `run`."""
+        """Returns the lists of several calls in their memory, for `run`."""
         return tuple(tuple(map(self._machine.place, lists)) for lists in calls)
 
     def run(self, calls: tuple[tuple[jax.Array, ...], ...]) -> list[tuple[jax.Array, ...]]:
-        """Runs a call for each lists, to their end; returns the results of each but the state."""
+        """Runs a call for each of `lists` and waits; returns the results of each without the
+        state."""
         self.state, results = self._program(self.state, self._kept, calls, self._zero)
         jax.block_until_ready((self.state, results))
         return results
@@ -284,7 +287,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Seconds of programs of one call, and of `extra` calls more."""
+    """Seconds of programs of one call, and of programs with `extra` calls more."""
 
     extra: int
     one: list[float]
@@ -301,11 +304,11 @@ class Samples:
 def measure(
     machine: Machine, cases: Sequence[tuple[Chain, Sequence[Sequence[Operand]]]]
 ) -> list[Samples]:
-    """Times chains, each on its lists of one call and `machine.extra_calls`, all in turns."""
+    """Times chains in turns, each with one call and with `machine.extra_calls` more."""
     prepared = [(chain, chain.place(calls)) for chain, calls in cases]
     taken = [Samples(machine.extra_calls, [], []) for _ in cases]
     for chain, calls in prepared:
-        # Compiles; what follows is measured.
+        # Compiles; later runs are measured.
         chain.run(calls)
         if machine.repeats:
             chain.run(calls[:1])

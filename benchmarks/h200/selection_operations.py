@@ -1,4 +1,4 @@
-"""Scores, selections and their resolution that `kernels.py` checks and times."""
+"""Operations on scores and selections that `kernels.py` checks and times: one entry each."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from pallas_kernels.select_topk import merge_topk, select_topk
 from pallas_kernels.select_topk import specs as select_specs
 from pallas_kernels.select_topk.specs import SelectSpec
 
-# What the interpreter is quick with.
+# Small, for the interpreter.
 _FEW_KEYS = {
     "few": dataclasses.replace(score_specs.SPECS["odd_bfloat16"], sequences=2, context_pages=1)
 }
@@ -37,8 +37,7 @@ _FEW_HOT_ROWS = {"few": dataclasses.replace(resolve_specs.SPECS["odd_1"], sequen
 
 
 def key_bits(array: jax.ShapeDtypeStruct) -> jax.Array:
-    """Index keys in bfloat16, or in fp8 with the scale in the last of their words, of moderate
-    size."""
+    """Returns index keys of moderate size: bfloat16, or fp8 with the scale in the last word."""
     bits = scattered_bits(array)
     if array.dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(bits, jnp.uint16)
@@ -74,7 +73,7 @@ def _score_lists(spec: ScoreSpec, rng: Rng, full: bool) -> Operands:
     num_keys = np.full(spec.sequences, spec.context, np.int32)
     if not full:
         num_keys = rng.integers(0, spec.context + 1, spec.sequences, np.int32)
-    # Each call has another layer, whose keys are not in a cache.
+    # Each call has another layer, whose keys are in no cache of the GPU.
     layer = np.asarray(rng.integers(spec.index_layers), np.int32)
     return *score_specs.random_queries(spec, rng), layer, num_keys
 
@@ -96,10 +95,10 @@ def _score_tolerance(
     layer: np.ndarray,
     num_keys: np.ndarray,
 ) -> np.ndarray:
-    """What `batched_index_scores` states, in proportion to the magnitude of a score's products.
+    """Returns the error bound of `batched_index_scores`, relative to the magnitude of the products.
 
-    Of e4m3 queries it states none: each of 128 additions with 14 bits may lose 2**-14 of the
-    largest product.
+    It states none for e4m3 queries, of which each of 128 additions with 14 bits may lose 2**-14 of
+    the largest product.
     """
     share = 2.0**-7 if spec.query_dtype == "float8_e4m3fn" else 2.0**-16
     with jax.default_device(jax.devices("cpu")[0]):
@@ -125,7 +124,7 @@ def _candidates(spec: SelectSpec) -> Operands:
     distinct, tied = (
         draw(spec, rng) for draw in (select_specs.distinct_scores, select_specs.tied_scores)
     )
-    # Every other row has ties.
+    # Every second row has ties.
     scores = jnp.where(jnp.arange(spec.num_rows)[:, None] % 2, tied, distinct)
     return scores, select_specs.positions_of(spec)
 
@@ -137,7 +136,7 @@ def _last_positions(spec: SelectSpec, rng: Rng, full: bool) -> Operands:
 
 
 def _by_position(results: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
-    """Selections whose order is any, in the order of their positions."""
+    """Sorts selections, whose order is arbitrary, by position."""
     scores, positions = map(np.asarray, results)
     order = np.argsort(np.where(positions < 0, np.iinfo(np.int32).max, positions), stable=True)
     return tuple(np.take_along_axis(each, order, axis=-1) for each in (scores, positions))
@@ -163,7 +162,7 @@ def _resolve_rows(spec: ResolveSpec, implementation: Implementation) -> Call:
 
 @functools.cache
 def _resolved(spec: ResolveSpec) -> Operands:
-    """All operands; those of selections, which `_located` draws, of one row."""
+    """Returns all operands; selections, which `_located` draws, have one row."""
     one_row = dataclasses.replace(spec, rows=1)
     return tuple(resolve_specs.arguments(one_row, np.random.default_rng(0), on_host=0.0))
 
@@ -174,9 +173,9 @@ def _resolve_kept(spec: ResolveSpec) -> Operands:
 
 
 def _located(spec: ResolveSpec, rng: Rng, full: bool) -> Operands:
-    """Selected rows, a fifth of which lies in host memory; other ones each time."""
+    """Returns selected rows, a fifth of them in host memory; other ones in each call."""
     first = rng.integers(spec.context, size=(spec.sequences, spec.rows, 1))
-    # A step without a factor in common with the context comes to no row twice.
+    # A stride coprime to the context visits no row twice.
     step = next(step for step in range(61, spec.context) if math.gcd(step, spec.context) == 1)
     rows = (first + step * np.arange(spec.k)) % spec.context
     located = np.where(rows % 5 == 0, spec.first_host_row + rows, rows)
@@ -186,14 +185,14 @@ def _located(spec: ResolveSpec, rng: Rng, full: bool) -> Operands:
 
 
 def _resolve_work(spec: ResolveSpec) -> Work:
-    """Of a selected row: its number, where it lies, where it is found, and its entry in the map; of
-    a hot row: what it holds and its mean, read and written, and its score."""
+    """Returns the work: position, physical row, result and map entry of each selected row; position
+    and mean, read and written, and score of each cached row."""
     selected, hot = spec.sequences * spec.rows * spec.k, spec.sequences * spec.hot
     return Work(device_bytes=selected * (4 + 4 + 4 + 2) + hot * (2 * 4 + 2 * 4 + 4))
 
 
 def _one_nan(results: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
-    """A NaN's bits say nothing."""
+    """Replaces NaNs by one NaN, since their bits are arbitrary."""
     return tuple(
         np.where(np.isnan(each), np.float32(np.nan), each) if each.dtype.kind == "f" else each
         for each in map(np.asarray, results)
@@ -241,4 +240,4 @@ SELECTIONS = {
         comparable=_one_nan,
     ),
 }
-"""By name."""
+"""Operations by name."""

@@ -32,11 +32,11 @@ from pallas_kernels.stage_rows import stage_pages, stage_rows
 from pallas_kernels.stage_rows.specs import StageSpec
 
 LAYER = 2
-"""Layer of what works on one, and the first of several."""
+"""The layer used, or the first of several."""
 GROUP_LAYERS = 4
 """Layers of an index group."""
 
-# What the interpreter is quick with.
+# Small, for the interpreter.
 _FEW_ROWS = {"few": dataclasses.replace(stage_specs.SPECS["odd_narrow"], misses=2, pages=2)}
 
 
@@ -91,7 +91,7 @@ def _moves(from_host: bool, to_host: bool) -> Callable[[MoveSpec, Rng, bool], Op
             spec.slabs.host_pages if in_host else spec.slabs.device_pages
             for in_host in (from_host, to_host)
         )
-        # `random_moves` reads and writes no number twice, in whatever memory.
+        # `random_moves` lists no page twice, in either memory.
         count = _count(min(spec.moves, sources // 2, targets // 2), rng, full)
         return (move_specs.random_moves(spec, rng, sources, targets, int(count)),)
 
@@ -202,4 +202,4 @@ SLAB_OPERATIONS = {
         work=_append_work,
     ),
 }
-"""By name."""
+"""Operations by name."""

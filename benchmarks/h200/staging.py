@@ -1,4 +1,4 @@
-"""Staging from host memory for `kernels.py`: its time by rows, and beside a product."""
+"""Time of staging from host memory by number of rows, and beside a matrix product."""
 
 import dataclasses
 
@@ -11,15 +11,15 @@ from benchmarks.h200.operations import OPERATIONS
 from benchmarks.h200.programs import Body, Call, Chain, Large, Machine, measure
 
 SECOND_STREAM = {"xla_gpu_experimental_stream_annotation": True}
-"""XLA's option that heeds `on_second_stream`."""
+"""XLA's option under which `on_second_stream` has an effect."""
 GLM_PRODUCT = (4096, 6144)
-"""Rows, and width and depth of a product that takes about as long as staging 8,192 rows."""
+"""Rows and width of a product that takes about as long as staging 8,192 rows."""
 SMALL_PRODUCT = (16, 32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Staging:
-    """Staging of so many rows, each with the layers of an index group."""
+    """Time of staging a number of rows, each with all layers of an index group."""
 
     rows: int
     num_bytes: int
@@ -43,18 +43,18 @@ class Overlap:
     two_streams: float | None
 
     def hidden(self, together: float | None) -> float | None:
-        """Share of the shorter of both that the other hides."""
+        """Share of the shorter one that the other hides."""
         if together is None or self.staging is None or self.product is None:
             return None
         return (self.staging + self.product - together) / min(self.staging, self.product)
 
 
 def measure_staging(machine: Machine, name: str) -> list[Staging]:
-    """Times `stage_rows` of a spec for more and more rows, of none first: a launch."""
+    """Times `stage_rows` of a spec by number of rows, from none (a launch) upwards."""
     operation = OPERATIONS["stage_rows"]
     spec, rng = operation.specs[name], np.random.default_rng(0)
     chain = Chain(machine, operation.body(spec, machine.implementation))
-    # Other rows each call, so that no cache has them.
+    # Other rows in each call, so that they are in no cache of the GPU.
     lists = [operation.lists(spec, rng, True)[:-1] for _ in range(1 + machine.extra_calls)]
     numbers = sorted({0, *(spec.misses >> shift for shift in (7, 5, 3, 2, 1, 0))})
     cases = [(chain, [(*each, np.asarray(rows, np.int32)) for each in lists]) for rows in numbers]
@@ -66,7 +66,7 @@ def measure_staging(machine: Machine, name: str) -> list[Staging]:
 
 
 def on_second_stream(call: Call) -> Call:
-    """The call on a stream of its own, beside what does not depend on it."""
+    """Returns the call on its own stream, beside work that does not depend on it."""
     jitted = jax.jit(call)
 
     def annotated(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -77,7 +77,7 @@ def on_second_stream(call: Call) -> Call:
 
 
 def together(stage: Call) -> Call:
-    """Staging, and a product that has nothing to do with it."""
+    """Runs staging and an independent product."""
 
     def call(
         slab: jax.Array, left: jax.Array, host: jax.Array, right: jax.Array, *lists: jax.Array
@@ -92,12 +92,12 @@ def _normal(array: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _keeping_magnitude(array: jax.ShapeDtypeStruct) -> jax.Array:
-    """A matrix by which one may multiply again and again."""
+    """Returns a matrix by which one can multiply repeatedly without overflow."""
     return _normal(array) * jnp.asarray(array.shape[0] ** -0.5, array.dtype)
 
 
 def overlap_bodies(machine: Machine, name: str, product: tuple[int, int]) -> list[Body]:
-    """What each field of `Overlap` times, all with the lists of `stage_rows`."""
+    """Returns the body that each field of `Overlap` times, all with the lists of `stage_rows`."""
     operation = OPERATIONS["stage_rows"]
     spec, (rows, width) = operation.specs[name], product
     stage = operation.body(spec, machine.implementation)

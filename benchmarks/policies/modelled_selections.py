@@ -1,4 +1,4 @@
-"""Selections of a random model of scores, with the published misses of real ones."""
+"""Selections by a random model of scores, with the miss rates published for a real model."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ from benchmarks.policies.recorded_selections import Selections
 def modelled_selections(
     num_caches: int, num_steps: int, top_k: int, warm_up: int, seed: int = 0
 ) -> Selections:
-    """The highest of random scores that stay alike from step to step.
+    """Returns the positions with the highest of random scores that change slowly between steps.
 
-    A position's score is the sum of four parts: a constant, standard normal; two autoregressive
-    ones of the first order, normal with deviations 1 and 0.5 and correlations 0.992 and 0.7 from
-    step to step; and Student's t with two degrees of freedom times 0.08, new at each step. There
-    are 32 positions for each that is selected. The numbers were chosen so that the misses of LRU,
-    FIFO, random replacement and Belady's bound come out near the published ones.
+    The score of a position is the sum of a standard normal constant; two first-order autoregressive
+    processes with deviations 1 and 0.5 and correlations 0.992 and 0.7 between steps; and Student's
+    t with two degrees of freedom times 0.08, drawn anew at each step. One in 32 positions is
+    selected. The numbers were chosen so that the miss rates of LRU, FIFO, random replacement and
+    Belady's bound come near the published ones.
     """
     generator = np.random.default_rng(seed)
     shape, kept = (num_caches, 32 * top_k), 8 * top_k

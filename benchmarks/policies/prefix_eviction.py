@@ -1,9 +1,10 @@
-"""Compares what prefix caches find when conversations outnumber their room.
+"""Hit rates of prefix caches when conversations outgrow their capacity.
 
-Conversations return by turns; each turn reads all pages of its conversation and may add some. Per
-workload and policy: the pages found, of those that a cache without limit would have found.
-`index` is `kvcache.prefix.index`; the others evict the last pages of some conversation: `lru` of
-that used longest ago, `random` of any, `clairvoyant` of that whose next turn is furthest ahead.
+Conversations take turns; each turn reads all pages of its conversation and may add some. The table
+gives, by workload and policy, the pages found as a share of those that an unlimited cache would
+find. `index` is `kvcache.prefix.index`. The others evict the last pages of one conversation: `lru`
+of the least recently used, `random` of any, `clairvoyant` of the one whose next turn is furthest
+ahead.
 
 usage: python benchmarks/policies/prefix_eviction.py [--seed N]
 """
@@ -17,25 +18,25 @@ from collections.abc import Callable, Sequence
 from kvcache.page_pool import PagePool
 from kvcache.prefix.index import PrefixIndex
 
-ROOM = 400  # pages of a cache
-PAGES = 8  # of a conversation that does not grow
-ROWS = 4  # tokens of a page
+CAPACITY = 400  # pages of the cache
+PAGES = 8  # of a conversation of fixed length
+ROWS = 4  # tokens per page
 ROUNDS = 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a conversation, after which it has `num_pages` pages."""
+    """Turn of a conversation, after which it has `num_pages` pages."""
 
     conversation: int
     num_pages: int
 
 
 def index_pages_found(turns: Sequence[Turn], room: int) -> list[int]:
-    """Pages that the prefix index finds at each turn.
+    """Returns the pages that the prefix index finds at each turn.
 
     Raises:
-        OutOfPagesError: a turn has more pages than there is room for.
+        OutOfPagesError: a turn has more pages than the cache.
     """
     pool = PagePool(room, on_free=lambda page: None)
     index = PrefixIndex(ROWS, pool)
@@ -55,12 +56,13 @@ def index_pages_found(turns: Sequence[Turn], room: int) -> list[int]:
     return found
 
 
-# Chooses a victim among conversations in the order of their last turn.
+# Chooses a victim from conversations in the order of their last turns.
 Choice = Callable[[list[int], int], int]
 
 
 def pages_found(turns: Sequence[Turn], room: int, choose: Choice) -> list[int]:
-    """Pages that a cache finds at each turn, if it evicts from the end of chosen conversations."""
+    """Returns the pages found at each turn by a cache that evicts the ends of chosen
+    conversations."""
     cached: dict[int, int] = {}
     found = []
     for now, turn in enumerate(turns):
@@ -76,18 +78,18 @@ def pages_found(turns: Sequence[Turn], room: int, choose: Choice) -> list[int]:
 
 
 def lru_pages_found(turns: Sequence[Turn], room: int) -> list[int]:
-    """Pages found if the conversation used longest ago is evicted."""
+    """Returns the pages found if the least recently used conversation is evicted."""
     return pages_found(turns, room, lambda conversations, _: conversations[0])
 
 
 def random_pages_found(turns: Sequence[Turn], room: int) -> list[int]:
-    """Pages found if any conversation is evicted."""
+    """Returns the pages found if a random conversation is evicted."""
     rng = random.Random(0)
     return pages_found(turns, room, lambda conversations, _: rng.choice(conversations))
 
 
 def clairvoyant_pages_found(turns: Sequence[Turn], room: int) -> list[int]:
-    """Pages found if the conversation that returns last is evicted."""
+    """Returns the pages found if the conversation that returns last is evicted."""
     upcoming: dict[int, float] = {}
     next_turn = [math.inf] * len(turns)
     for now in reversed(range(len(turns))):
@@ -115,7 +117,8 @@ POLICIES = {
 
 
 def share_found(turns: Sequence[Turn], found: Sequence[int]) -> float:
-    """Pages found, of all those that earlier turns of the same conversations had made."""
+    """Returns the pages found as a share of those that earlier turns of the conversations
+    computed."""
     made: dict[int, int] = {}
     possible = 0
     for turn in turns:
@@ -125,12 +128,12 @@ def share_found(turns: Sequence[Turn], found: Sequence[int]) -> float:
 
 
 def round_robin(working_set: float) -> list[Turn]:
-    """Conversations in turn, of `working_set` times the room together."""
+    """Conversations in turn, together `working_set` times the capacity."""
     return [Turn(c, PAGES) for _ in range(ROUNDS) for c in range(_conversations(working_set))]
 
 
 def shuffled_rounds(working_set: float, rng: random.Random) -> list[Turn]:
-    """Each conversation once a round, every round in another order."""
+    """Each conversation once per round, in a new order each round."""
     conversations = list(range(_conversations(working_set)))
     turns = []
     for _ in range(ROUNDS):
@@ -140,7 +143,7 @@ def shuffled_rounds(working_set: float, rng: random.Random) -> list[Turn]:
 
 
 def zipf(rng: random.Random) -> list[Turn]:
-    """Twenty times the room, the n-th conversation returning at a rate of 1/n."""
+    """Twenty times the capacity, where the n-th conversation returns at a rate of 1/n."""
     conversations = range(_conversations(20))
     weights = [1 / (rank + 1) for rank in conversations]
     chosen = rng.choices(conversations, weights, k=ROUNDS * _conversations(4))
@@ -148,16 +151,16 @@ def zipf(rng: random.Random) -> list[Turn]:
 
 
 def loop_and_scan(working_set: float) -> list[Turn]:
-    """A round robin with a conversation of a single turn after each of its turns."""
+    """A round robin, with a conversation of a single turn after each of its turns."""
     turns = round_robin(working_set)
     scan = [Turn(len(turns) + number, PAGES) for number in range(len(turns))]
     return [turn for pair in zip(turns, scan, strict=True) for turn in pair]
 
 
 def agents(working_set: float, rng: random.Random) -> list[Turn]:
-    """Conversations that grow a page a turn and end; a new one takes the place of each.
+    """Conversations that grow by a page per turn and end; a new one replaces each.
 
-    Shuffled rounds, so that turns of one come at uneven times.
+    Rounds are shuffled, so that the turns of one come at uneven times.
     """
     first, last = PAGES // 2, PAGES * 3 // 2
     count = _conversations(working_set)
@@ -177,11 +180,11 @@ def agents(working_set: float, rng: random.Random) -> list[Turn]:
 
 
 def _conversations(working_set: float) -> int:
-    return round(working_set * ROOM / PAGES)
+    return round(working_set * CAPACITY / PAGES)
 
 
 def workloads(seed: int) -> dict[str, list[Turn]]:
-    """Turns of each workload, by name."""
+    """Returns the turns of each workload, by name."""
     rng = random.Random(seed)
     result = {f"round robin, W/C {w}": round_robin(w) for w in (0.9, 1.05, 1.25, 1.5, 2.0)}
     result |= {f"shuffled rounds, W/C {w}": shuffled_rounds(w, rng) for w in (0.9, 1.25, 2.0)}
@@ -192,7 +195,7 @@ def workloads(seed: int) -> dict[str, list[Turn]]:
 
 
 def format_table(shares: dict[str, dict[str, float]]) -> str:
-    """A Markdown table of shares by workload and policy."""
+    """Formats a Markdown table of shares by workload and policy."""
     lines = [f"| workload | {' | '.join(POLICIES)} |", "|---|" + "---|" * len(POLICIES)]
     for name, row in shares.items():
         cells = " | ".join(f"{row[policy]:.2f}" for policy in POLICIES)
@@ -206,7 +209,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     shares = {
-        name: {policy: share_found(turns, run(turns, ROOM)) for policy, run in POLICIES.items()}
+        name: {policy: share_found(turns, run(turns, CAPACITY)) for policy, run in POLICIES.items()}
         for name, turns in workloads(options.seed).items()
     }
     print(format_table(shares))

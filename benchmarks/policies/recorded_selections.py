@@ -1,8 +1,8 @@
-"""Records what the built-in model's indexers select, step by step, by running its own steps.
+"""Recorder of the positions that the built-in model's indexers select, step by step.
 
-Each row of a prefill selects as a decode step at its position would, so a document gives a step per
-token. Kept with a selection are the best candidates below it, in the order of their scores, which
-an indexer has computed anyway.
+Each row of a prefill selects as a decode step at its position would, so a document yields one step
+per token. The best candidates below the selection are recorded too, in the order of their scores,
+which the indexer computes anyway.
 
 usage: python benchmarks/policies/recorded_selections.py [--cache FOLDER]
 """
@@ -37,14 +37,14 @@ from pallas_kernels.select_topk import merge_topk, select_topk
 from serving.options.engine_options import model_path
 
 CACHE = Path(__file__).parents[2] / ".cache" / "selections"
-CANDIDATES = 512  # kept of each step, best score first; the model selects the first 64
+CANDIDATES = 512  # recorded of each step, best score first; the model selects the first 64
 FIRST_TEXT_POSITION = 4096
 LAST_TEXT_POSITION = 8192
 WARM_UP_STEPS = 512  # steps before the first question
 ANSWER_TOKENS = 20
 TEXT_WARM_UP = 1024
-# Newest rows of a step that are on the device anyway. Of the 64 selected they are the share that a
-# page of 64 rows is of 2048.
+# Newest rows, which are on the device anyway: the same share of the 64 selected as a page of 64
+# rows is of 2048.
 RESIDENT = 2
 ROWS = 512  # of a prefill step
 QUESTION_ROWS = 64  # of the prefill step of a question
@@ -53,13 +53,13 @@ _BUCKET = 8192  # a document, its question and the answer fit in a multiple of i
 
 @dataclasses.dataclass(frozen=True)
 class Selections:
-    """What several caches are asked for, step by step.
+    """Selections looked up in several caches, step by step.
 
     Attributes:
         ranked: int [caches, steps, candidates], positions by descending score, -1 for none.
         scores: float [caches, steps, candidates].
-        top_k: how many candidates are selected; those below them are known too.
-        warm_up: steps that are not counted.
+        top_k: number of candidates selected, the first of `ranked`.
+        warm_up: number of first steps that are not counted.
     """
 
     ranked: np.ndarray
@@ -75,11 +75,11 @@ class Selections:
 
 @dataclasses.dataclass(frozen=True)
 class RankedSteps:
-    """Candidates of steps, those with the best scores, in descending order of them.
+    """Candidates with the best scores of each step, in descending order.
 
     Attributes:
-        positions: int16 [groups, steps, candidates], -1 where there are fewer.
-        scores: float16 [groups, steps, candidates], -inf where there are fewer.
+        positions: int16 [groups, steps, candidates], -1 for none.
+        scores: float16 [groups, steps, candidates], -inf for none.
     """
 
     positions: np.ndarray
@@ -87,14 +87,14 @@ class RankedSteps:
 
     @classmethod
     def join(cls, parts: Sequence["RankedSteps"]) -> "RankedSteps":
-        """The steps of all parts, in order."""
+        """Concatenates the steps of all parts."""
         return cls(
             np.concatenate([part.positions for part in parts], axis=1),
             np.concatenate([part.scores for part in parts], axis=1),
         )
 
     def pad(self, num_steps: int) -> "RankedSteps":
-        """With steps that select nothing at the end."""
+        """Appends steps that select nothing."""
         widths = ((0, 0), (0, num_steps - self.positions.shape[1]), (0, 0))
         return RankedSteps(
             np.pad(self.positions, widths, constant_values=-1),
@@ -107,12 +107,12 @@ class RankedSteps:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What was selected in one document and after it.
+    """Selections in one document and in the questions after it.
 
     Attributes:
         text: the document's steps from `FIRST_TEXT_POSITION` to `LAST_TEXT_POSITION`.
-        warm_up: its last steps.
-        questions: the steps of each question and its answer; each follows the document.
+        warm_up: the document's last steps.
+        questions: the steps of each question and its answer, each right after the document.
     """
 
     text: RankedSteps
@@ -130,10 +130,10 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> "Recording":
-        """Reads what `save` wrote.
+        """Reads a file written by `save`.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
         with np.load(path) as arrays:
             parts = [
@@ -149,7 +149,7 @@ def _part_names() -> Iterator[str]:
 
 
 class _RankedForward(Forward):
-    """A trunk whose trace has candidates in order of score, then the bits of their scores."""
+    """Trunk whose trace holds candidates in order of score, then the bits of their scores."""
 
     @override
     def no_selection(self) -> Selection:
@@ -179,10 +179,10 @@ class _RankedForward(Forward):
 
 
 class Recorder:
-    """One sequence of the built-in model, and what its full layers select.
+    """Recorder of the positions that full layers select for one sequence of the built-in model.
 
     Args:
-        num_tokens: most tokens of the sequence.
+        num_tokens: maximum length of the sequence.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -197,10 +197,10 @@ class Recorder:
         self._full_layers = np.flatnonzero(np.asarray(types) == "full")
 
     def record(self, document: dict) -> Recording:
-        """Reads a document from the start, then answers each of its questions.
+        """Prefills a document, then answers each of its questions.
 
         Args:
-            document: a line of needles.jsonl beside the model.
+            document: a line of the model's needles.jsonl.
         """
         prompts = [self.prompt(document, item["question"]) for item in document["questions"]]
         shared = _common_prefix(prompts)
@@ -217,13 +217,13 @@ class Recorder:
         return Recording(text, read[-WARM_UP_STEPS:], tuple(questions))
 
     def prompt(self, document: dict, question: str) -> np.ndarray:
-        """Token ids of a document and a question, ready for the answer."""
+        """Returns the token ids of a document and a question, up to the answer."""
         message = {"role": "user", "content": f"{document['text']}\n{question}"}
         text = chat.render([message], add_generation_prompt=True)
         return np.asarray(self.tokenizer.encode(text))
 
     def _answer(self, question: np.ndarray) -> RankedSteps:
-        """What the tokens of a question and the greedy answer select.
+        """Returns the steps of a question and its greedy answer.
 
         Raises:
             ValueError: the question has more than `QUESTION_ROWS` tokens.
@@ -240,12 +240,13 @@ class Recorder:
         return RankedSteps.join(parts)
 
     def _go_to(self, length: int) -> None:
-        """Forgets what follows the first `length` tokens."""
+        """Cuts the sequence to its first `length` tokens."""
         lengths = jnp.full_like(self._sequences.length, length)
         self._sequences = dataclasses.replace(self._sequences, length=lengths)
 
     def _append(self, ids: np.ndarray, rows: int) -> tuple[RankedSteps, int]:
-        """The steps of `ids`, run as one of `rows` rows, and the token that follows."""
+        """Appends `ids` in one step of `rows` rows; returns their steps and the token that
+        follows."""
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(ids)] = ids
         batch = PrefillBatch(
@@ -269,22 +270,23 @@ class Recorder:
 
 
 def _common_prefix(prompts: list[np.ndarray]) -> int:
-    """How many first tokens all prompts share."""
-    shortest = min(map(len, prompts))
-    together = np.stack([prompt[:shortest] for prompt in prompts])
+    """Returns the number of leading tokens that all prompts share."""
+    min_tokens = min(map(len, prompts))
+    together = np.stack([prompt[:min_tokens] for prompt in prompts])
     differs = (together != together[0]).any(axis=0)
-    return int(np.argmax(differs)) if differs.any() else shortest
+    return int(np.argmax(differs)) if differs.any() else min_tokens
 
 
-def documents(shortest: int) -> list[dict]:
-    """The documents beside the model of at least so many tokens."""
+def documents(min_tokens: int) -> list[dict]:
+    """Returns the model's documents of at least `min_tokens` tokens."""
     lines = (model_path("tiny") / "needles.jsonl").read_text(encoding="utf-8").splitlines()
-    return [doc for doc in map(json.loads, lines) if doc["context_tokens"] >= shortest]
+    return [doc for doc in map(json.loads, lines) if doc["context_tokens"] >= min_tokens]
 
 
 def load_or_record(cache: Path = CACHE) -> dict[str, Recording]:
-    """Recordings of all documents of 8K tokens and more; those not in the cache are made."""
-    chosen = documents(shortest=_BUCKET // 2)
+    """Returns the recordings of all documents of 8K tokens and more, making those not in the
+    cache."""
+    chosen = documents(min_tokens=_BUCKET // 2)
     files = {doc["id"]: cache / recording_name(doc) for doc in chosen}
     missing = [doc for doc in chosen if not files[doc["id"]].is_file()]
     sizes = [-(-doc["context_tokens"] // _BUCKET) * _BUCKET for doc in missing]
@@ -296,7 +298,7 @@ def load_or_record(cache: Path = CACHE) -> dict[str, Recording]:
 
 
 def recording_name(document: dict) -> str:
-    """The file of a document's recording: another one for another model, text or choice."""
+    """Returns the file name of a recording, which depends on model, text and selection."""
     choice = (CANDIDATES, FIRST_TEXT_POSITION, LAST_TEXT_POSITION, WARM_UP_STEPS, ANSWER_TOKENS)
     digest = hashlib.sha256(json.dumps([document, choice], sort_keys=True).encode())
     for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
@@ -305,13 +307,15 @@ def recording_name(document: dict) -> str:
 
 
 def text_selections(recordings: Sequence[Recording]) -> Selections:
-    """Reading on through each document, after `TEXT_WARM_UP` steps."""
-    shortest = min(recording.text.positions.shape[1] for recording in recordings)
-    return _lookups([recording.text[:shortest] for recording in recordings], TEXT_WARM_UP)
+    """Returns the selections of reading through each document, counted after `TEXT_WARM_UP`
+    steps."""
+    min_tokens = min(recording.text.positions.shape[1] for recording in recordings)
+    return _lookups([recording.text[:min_tokens] for recording in recordings], TEXT_WARM_UP)
 
 
 def needle_selections(recordings: Sequence[Recording]) -> Selections:
-    """Each question and its answer, with caches that are warm from the end of the document."""
+    """Returns the selections of each question and answer, with caches warm from the document's
+    end."""
     asked = [
         RankedSteps.join([recording.warm_up, question])
         for recording in recordings
@@ -322,7 +326,7 @@ def needle_selections(recordings: Sequence[Recording]) -> Selections:
 
 
 def _lookups(parts: Sequence[RankedSteps], warm_up: int) -> Selections:
-    """A cache for each index group of each part; the newest rows are not looked up."""
+    """Returns one cache for each index group of each part, without lookups of the newest rows."""
     positions = np.concatenate([part.positions for part in parts])
     scores = np.concatenate([part.scores for part in parts])
     top_k = GLMConfig.from_pretrained(model_path("tiny")).index_topk
@@ -333,9 +337,9 @@ def _lookups(parts: Sequence[RankedSteps], warm_up: int) -> Selections:
 
 
 def main() -> None:
-    """Records what is not yet in the cache."""
+    """Records the documents that are not yet in the cache."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the .npz files")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="directory of the .npz files")
     options = parser.parse_args()
     for name, recording in load_or_record(options.cache).items():
         steps, questions = recording.text.positions.shape[1], len(recording.questions)

@@ -1,9 +1,9 @@
-"""Miss rates of replacement policies for hot rows, on recorded and on modelled selections.
+"""Miss rates of replacement policies for the row cache, on recorded and on modelled selections.
 
-Each index group of a sequence caches rows by position. The rows a step selects are hits or misses;
-a missed row is loaded in the place of the one that the policy values least, and if there are too
-few of those it is read in place. A row selected in a step is no victim in it, except for Belady's
-bound, which knows the future. The newest rows stay on the device and are not looked up.
+Each index group of a sequence caches rows by position. The rows that a step selects are hits or
+misses; a missed row replaces the row that the policy values least, and is read in place if there is
+none to replace. A row that the step selects is not replaced in it, except by Belady's bound, which
+knows the future. The newest rows stay on the device and are not looked up.
 
 usage: python benchmarks/policies/row_cache_replacement.py [--quick]
 """
@@ -25,9 +25,9 @@ from benchmarks.policies.recorded_selections import (
     text_selections,
 )
 
-SIZES = (1, 2, 4)  # hot rows by top-k
-NEVER = 1e9  # the step of a next use that does not come
-# Of GLM-5.1 on LongBenchV2 with k = 2048 (arXiv 2608.07009), misses in %.
+SIZES = (1, 2, 4)  # cached rows, as a multiple of top-k
+NEVER = 1e9  # step of a next use that never comes
+# Misses of GLM-5.1 on LongBenchV2 with k = 2048, in % (arXiv 2608.07009).
 PUBLISHED = {
     "LRU": ("30.0", "13.4", "6.7"),
     "FIFO": ("", "17.2", ""),
@@ -37,8 +37,8 @@ PUBLISHED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """One step: `ranked` and `scores` [caches, candidates], `next_use` [caches, k]."""
+class Lookups:
+    """Lookups of one step: `ranked` and `scores` [caches, candidates], `next_use` [caches, k]."""
 
     ranked: np.ndarray
     scores: np.ndarray
@@ -46,59 +46,59 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Used:
-    """Rows that were selected and are cached now, all int [rows]."""
+class CachedRows:
+    """Selected rows that are cached now, all int [rows]."""
 
     cache: np.ndarray
-    slot: np.ndarray
+    entry: np.ndarray
     rank: np.ndarray
 
 
 class Policy:
-    """Values the rows of several caches; the least valued is replaced first.
+    """Replacement policy of several caches: the row of the lowest value is replaced first.
 
     Attributes:
-        owners: int [caches, slots], the position of each row, -1 where there is none.
+        owners: int [caches, entries], the position cached in each entry, -1 for none.
         now: the step.
     """
 
     foresight = False
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        self.shape = (len(selections.ranked), slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        self.shape = (len(selections.ranked), entries)
         self.top_k, self.num_positions = selections.top_k, selections.num_positions
         self.owners = np.full(self.shape, -1)
         self.now = 0
 
-    def see(self, asked: Asked) -> None:
-        """Takes in what a step asks for."""
+    def see(self, lookups: Lookups) -> None:
+        """Observes the lookups of a step."""
 
-    def use(self, hits: Used) -> None:
-        """Takes in hits."""
+    def use(self, hits: CachedRows) -> None:
+        """Observes hits."""
 
-    def admit(self, loaded: Used) -> None:
-        """Takes in newcomers."""
+    def admit(self, loaded: CachedRows) -> None:
+        """Observes loaded rows."""
         self.use(loaded)
 
     def value(self) -> np.ndarray:
-        """Worth of the rows [caches, slots]; what it says of empty slots is ignored."""
+        """Returns the value of each entry [caches, entries]; those of empty entries are ignored."""
         raise NotImplementedError
 
     def of_owners(self, table: np.ndarray) -> np.ndarray:
-        """What a table [caches, positions + 1] has for each row; its last column is for none."""
+        """Looks up each entry in a table [caches, positions + 1], whose last column is for none."""
         return np.take_along_axis(table, self.owners, axis=1)
 
 
 class LRU(Policy):
-    """Least recent selection, in steps; ties by slot."""
+    """Least recently selected row, in steps; ties by entry."""
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.last = np.zeros(self.shape)
 
     @override
-    def use(self, hits: Used) -> None:
-        self.last[hits.cache, hits.slot] = self.now
+    def use(self, hits: CachedRows) -> None:
+        self.last[hits.cache, hits.entry] = self.now
 
     @override
     def value(self) -> np.ndarray:
@@ -106,22 +106,22 @@ class LRU(Policy):
 
 
 class FIFO(LRU):
-    """First in, first out."""
+    """Row that was loaded first."""
 
     @override
-    def use(self, hits: Used) -> None:
+    def use(self, hits: CachedRows) -> None:
         pass
 
     @override
-    def admit(self, loaded: Used) -> None:
+    def admit(self, loaded: CachedRows) -> None:
         super().use(loaded)
 
 
 class Random(Policy):
-    """Any row."""
+    """Random row."""
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.generator = np.random.default_rng(0)
 
     @override
@@ -130,49 +130,49 @@ class Random(Policy):
 
 
 class Clock(Policy):
-    """A hand that passes over, once, the rows used since it last came by."""
+    """First row of a circling hand that was not used since the hand last passed it."""
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.used = np.zeros(self.shape, bool)
         self.used_now = np.zeros(self.shape, bool)
         self.hand = np.zeros(self.shape[0], int)
 
     @override
-    def see(self, asked: Asked) -> None:
+    def see(self, lookups: Lookups) -> None:
         self.used_now[:] = False
 
     @override
-    def use(self, hits: Used) -> None:
-        self.used[hits.cache, hits.slot] = self.used_now[hits.cache, hits.slot] = True
+    def use(self, hits: CachedRows) -> None:
+        self.used[hits.cache, hits.entry] = self.used_now[hits.cache, hits.entry] = True
 
     @override
-    def admit(self, loaded: Used) -> None:
+    def admit(self, loaded: CachedRows) -> None:
         turns = self.value()
         furthest = np.full(self.shape[0], -1)
-        np.maximum.at(furthest, loaded.cache, turns[loaded.cache, loaded.slot])
+        np.maximum.at(furthest, loaded.cache, turns[loaded.cache, loaded.entry])
         self.used &= (turns % self.shape[1] > furthest[:, None]) | self.used_now
         self.hand = np.where(furthest < 0, self.hand, self.hand + furthest + 1) % self.shape[1]
         self.use(loaded)
 
     @override
     def value(self) -> np.ndarray:
-        """Slots that the hand visits before it takes each."""
-        slots = self.shape[1]
-        return (np.arange(slots) - self.hand[:, None]) % slots + slots * self.used
+        """Returns the number of entries that the hand visits before it takes each."""
+        entries = self.shape[1]
+        return (np.arange(entries) - self.hand[:, None]) % entries + entries * self.used
 
 
 class SegmentedLRU(LRU):
-    """LRU of rows never hit in the cache, then of the others, which fill at most half of it."""
+    """LRU of the rows never hit in the cache, then of the others, at most half of the cache."""
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.protected = np.zeros(self.shape, bool)
 
     @override
-    def use(self, hits: Used) -> None:
+    def use(self, hits: CachedRows) -> None:
         super().use(hits)
-        self.protected[hits.cache, hits.slot] = True
+        self.protected[hits.cache, hits.entry] = True
         newest = np.argsort(np.where(self.protected, -self.last, 1), axis=1, kind="stable")
         beyond = newest[:, self.shape[1] // 2 :]
         rows = np.arange(self.shape[0])[:, None]
@@ -181,9 +181,9 @@ class SegmentedLRU(LRU):
         self.protected[rows, beyond] = False
 
     @override
-    def admit(self, loaded: Used) -> None:
+    def admit(self, loaded: CachedRows) -> None:
         super().use(loaded)
-        self.protected[loaded.cache, loaded.slot] = False
+        self.protected[loaded.cache, loaded.entry] = False
 
     @override
     def value(self) -> np.ndarray:
@@ -194,21 +194,21 @@ class RankedLRU(LRU):
     """LRU in which the last of a selection counts as 8 steps older than the first."""
 
     @override
-    def use(self, hits: Used) -> None:
-        self.last[hits.cache, hits.slot] = self.now - 8 * hits.rank / self.top_k
+    def use(self, hits: CachedRows) -> None:
+        self.last[hits.cache, hits.entry] = self.now - 8 * hits.rank / self.top_k
 
 
 class LRU2(Policy):
-    """Least recent second-to-last selection, then last; replaced rows are remembered."""
+    """Least recent second-to-last selection, then last selection; replaced rows are remembered."""
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         shape = (self.shape[0], self.num_positions + 1)
         self.before, self.last = np.full(shape, -1.0), np.full(shape, -1.0)
 
     @override
-    def see(self, asked: Asked) -> None:
-        where = (np.arange(self.shape[0])[:, None], asked.ranked[:, : self.top_k])
+    def see(self, lookups: Lookups) -> None:
+        where = (np.arange(self.shape[0])[:, None], lookups.ranked[:, : self.top_k])
         self.before[where] = self.last[where]
         self.last[where] = self.now
 
@@ -218,20 +218,20 @@ class LRU2(Policy):
 
 
 class Frequency(Policy):
-    """Count of selections, e times less each 8 steps; replaced rows are remembered.
+    """Lowest count of selections, decayed by e every 8 steps; replaced rows are remembered.
 
-    Held as the step at which a single selection would be worth as much: the last, and a bonus.
+    Stored as the step at which a single selection would have the same value.
     """
 
     decay = 8.0  # steps
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.step = np.full((self.shape[0], self.num_positions + 1), -NEVER)
 
     @override
-    def see(self, asked: Asked) -> None:
-        where = (np.arange(self.shape[0])[:, None], asked.ranked[:, : self.top_k])
+    def see(self, lookups: Lookups) -> None:
+        where = (np.arange(self.shape[0])[:, None], lookups.ranked[:, : self.top_k])
         both = np.logaddexp(self.step[where] / self.decay, self.now / self.decay)
         self.step[where] = self.decay * both
 
@@ -241,16 +241,16 @@ class Frequency(Policy):
 
 
 class CurrentScore(Policy):
-    """Lowest score of the step's query. Rows beyond the candidates count as the last of them."""
+    """Lowest score of the step's query; rows below the candidates have the last one's score."""
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.score = np.zeros((self.shape[0], self.num_positions + 1), np.float32)
 
     @override
-    def see(self, asked: Asked) -> None:
-        self.score[:] = asked.scores.min(axis=1, keepdims=True)
-        np.put_along_axis(self.score, asked.ranked, asked.scores, axis=1)
+    def see(self, lookups: Lookups) -> None:
+        self.score[:] = lookups.scores.min(axis=1, keepdims=True)
+        np.put_along_axis(self.score, lookups.ranked, lookups.scores, axis=1)
 
     @override
     def value(self) -> np.ndarray:
@@ -258,22 +258,22 @@ class CurrentScore(Policy):
 
 
 class SmoothedScore(CurrentScore):
-    """Lowest mean of the step's score and the mean before it, from the step it was loaded."""
+    """Lowest mean of the step's score and the previous mean, from the step it was loaded."""
 
     weight = 0.5  # of the step's score
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.mean = np.zeros(self.shape, np.float32)
 
     @override
-    def see(self, asked: Asked) -> None:
-        super().see(asked)
+    def see(self, lookups: Lookups) -> None:
+        super().see(lookups)
         self.mean += self.weight * (self.of_owners(self.score) - self.mean)
 
     @override
-    def admit(self, loaded: Used) -> None:
-        where = (loaded.cache, loaded.slot)
+    def admit(self, loaded: CachedRows) -> None:
+        where = (loaded.cache, loaded.entry)
         self.mean[where] = self.of_owners(self.score)[where]
 
     @override
@@ -286,18 +286,18 @@ class Belady(Policy):
 
     foresight = True
 
-    def __init__(self, selections: Selections, slots: int) -> None:
-        super().__init__(selections, slots)
+    def __init__(self, selections: Selections, entries: int) -> None:
+        super().__init__(selections, entries)
         self.next = np.zeros(self.shape)
         self.next_use = np.zeros((self.shape[0], self.top_k))
 
     @override
-    def see(self, asked: Asked) -> None:
-        self.next_use = asked.next_use
+    def see(self, lookups: Lookups) -> None:
+        self.next_use = lookups.next_use
 
     @override
-    def use(self, hits: Used) -> None:
-        self.next[hits.cache, hits.slot] = self.next_use[hits.cache, hits.rank]
+    def use(self, hits: CachedRows) -> None:
+        self.next[hits.cache, hits.entry] = self.next_use[hits.cache, hits.rank]
 
     @override
     def value(self) -> np.ndarray:
@@ -321,12 +321,12 @@ POLICIES: dict[str, type[Policy]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What became of a step's selections.
+    """Outcome of a step.
 
     Attributes:
         selected: int [caches, k], positions, -1 for none.
         missed: bool [caches, k].
-        owners: int [caches, slots], positions of the rows after it.
+        owners: int [caches, entries], the position cached in each entry afterwards.
     """
 
     selected: np.ndarray
@@ -335,13 +335,13 @@ class Step:
 
 
 def next_uses(selected: np.ndarray) -> np.ndarray:
-    """The step after each at which the same cache selects the position again, or `NEVER`.
+    """Returns the next step at which the same cache selects each position again, or `NEVER`.
 
     Args:
         selected: int [caches, steps, k], positions, -1 for none.
 
     Returns:
-        float [caches, steps, k], without meaning where there is none.
+        float [caches, steps, k], arbitrary where there is no position.
     """
     upcoming = np.full((len(selected), int(selected.max()) + 2), NEVER, np.float32)
     result = np.empty(selected.shape, np.float32)
@@ -359,38 +359,38 @@ def simulate(policy: Policy, selections: Selections) -> Iterator[Step]:
     next_use = np.zeros((caches, num_steps, k), np.float32)
     if policy.foresight:
         next_use = next_uses(selections.ranked[:, :, :k])
-    slot_of = np.full((caches, selections.num_positions + 1), -1)  # the last column is for none
+    entry_of = np.full((caches, selections.num_positions + 1), -1)  # the last column is for none
     for now in range(num_steps):
         ranked = selections.ranked[:, now].astype(np.int64)
         selected = ranked[:, :k]
         policy.now = now
-        policy.see(Asked(ranked, selections.scores[:, now].astype(np.float32), next_use[:, now]))
-        slots = np.take_along_axis(slot_of, selected, axis=1)
-        hit, missed = slots >= 0, (slots < 0) & (selected >= 0)
+        policy.see(Lookups(ranked, selections.scores[:, now].astype(np.float32), next_use[:, now]))
+        entries = np.take_along_axis(entry_of, selected, axis=1)
+        hit, missed = entries >= 0, (entries < 0) & (selected >= 0)
         cache, rank = np.nonzero(hit)
-        policy.use(Used(cache, slots[hit], rank))
+        policy.use(CachedRows(cache, entries[hit], rank))
         value = np.where(policy.owners < 0, -np.inf, policy.value())
         worth = np.where(missed, np.inf, -np.inf)
         if policy.foresight:
             worth = np.where(missed, -next_use[:, now], -np.inf)
         else:
-            value[cache, slots[hit]] = np.inf
+            value[cache, entries[hit]] = np.inf
         victims = np.argsort(value, axis=1, kind="stable")[:, :k]
         ranks = np.argsort(-worth, axis=1, kind="stable")[:, : victims.shape[1]]
         loaded = np.take_along_axis(value, victims, axis=1) < np.take_along_axis(
             worth, ranks, axis=1
         )
         cache = np.nonzero(loaded)[0]
-        slot, rank = victims[loaded], ranks[loaded]
-        slot_of[cache, policy.owners[cache, slot]] = -1
-        slot_of[cache, selected[cache, rank]] = slot
-        policy.owners[cache, slot] = selected[cache, rank]
-        policy.admit(Used(cache, slot, rank))
+        entry, rank = victims[loaded], ranks[loaded]
+        entry_of[cache, policy.owners[cache, entry]] = -1
+        entry_of[cache, selected[cache, rank]] = entry
+        policy.owners[cache, entry] = selected[cache, rank]
+        policy.admit(CachedRows(cache, entry, rank))
         yield Step(selected, missed, policy.owners)
 
 
 def miss_rate(policy: Policy, selections: Selections) -> float:
-    """Misses by selected rows, of all caches and all steps after the warm-up."""
+    """Returns misses over selected rows, of all caches and all steps after the warm-up."""
     misses = selected = 0
     for now, step in enumerate(simulate(policy, selections)):
         if now >= selections.warm_up:
@@ -400,7 +400,7 @@ def miss_rate(policy: Policy, selections: Selections) -> float:
 
 
 def format_table(workloads: dict[str, Selections]) -> str:
-    """Misses in percent as a Markdown table: policies by workload and cache size."""
+    """Formats misses in percent in Markdown: policies by workload and cache size."""
     sizes = [f"{size}k" for size in SIZES]
     head = [f"{name} {size}" for name in (*workloads, "published") for size in sizes]
     lines = ["| policy | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
@@ -418,8 +418,10 @@ def format_table(workloads: dict[str, Selections]) -> str:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only a small model of selections")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the recordings")
+    parser.add_argument(
+        "--quick", action="store_true", help="only a small set of modelled selections"
+    )
+    parser.add_argument("--cache", type=Path, default=CACHE, help="directory of the recordings")
     options = parser.parse_args()
     if options.quick:
         workloads = {"model": modelled_selections(1, 60, top_k=32, warm_up=30)}

@@ -74,7 +74,7 @@ def test_many_agents_on_a_small_device() -> None:
 
 
 def test_agents_that_just_outnumber_both_tiers() -> None:
-    """A cliff: turns that come round just after their pages were given up, all of them."""
+    """A cliff: turns that come round just after all of their pages were evicted."""
     contexts = DEVICE_CONTEXTS + HOST_CONTEXTS
     result = simulate("hybrid", int(1.15 * contexts), turns_each=8)
     assert result.reuse > 0.8
@@ -130,7 +130,7 @@ def report_rows(times: Times | None) -> list[agents.Row]:
                 output_tokens=40,
                 times=times,
                 running=running,
-                most_running=9,
+                max_running=9,
                 reuse=0.5,
                 preemptions=4,
                 cut=concurrency > 4,
@@ -144,12 +144,15 @@ def report_rows(times: Times | None) -> list[agents.Row]:
 def drawn(rows: list[agents.Row], path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Titles of the panels, each of which has a line a policy and a marker a measurement."""
     figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, _: figures.append(self))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
+    )
     agents.plot(rows, path)
     (figure,) = figures
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(agents.POLICIES)
     for axes in figure.axes:
-        labels = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert labels == list(agents.POLICIES)
+        assert axes.get_xlabel()
         assert len(axes.get_lines()) == len(agents.POLICIES) + len(rows)
         hollow = [line.get_fillstyle() for line in axes.get_lines() if line.get_marker() == "o"]
         assert hollow.count("none") == sum(row.result.cut for row in rows)
@@ -170,6 +173,16 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| 10 (cut) |" in lines[3]
     panels = drawn(rows, tmp_path / "plot.svg", monkeypatch)
     assert panels == COUNTED | {"output tokens per second", "median time to first token, s"}
+
+
+def test_svg(tmp_path: Path) -> None:
+    """A figure that differs between runs on the same rows, or whose text is drawn as curves."""
+    rows = report_rows(Times(seconds=2.0, first_token_seconds=[0.1], token_seconds=[0.01]))
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    agents.plot(rows, first)
+    agents.plot(rows, second)
+    assert first.read_bytes() == second.read_bytes()
+    assert "concurrent agents" in first.read_text()
 
 
 def test_report_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_decode_while_as_many_wait() -> None:
-    """Steps in which some do not decode, or that leave the account in disorder; a turn that finds
-    nothing of its conversation in the cache."""
+    """Steps in which some do not decode, or that leave the bookkeeping in disorder; a turn that
+    finds nothing of its conversation in the cache."""
     cache = simulated_cache(context=400, num_sequences=3, num_steps=8)
     bench = DecodeSteps(cache, context=400, num_sequences=3)
     counters = bench.scheduler.counters
@@ -38,20 +38,20 @@ def test_all_decode_while_as_many_wait() -> None:
 
 
 def test_steps_are_under_pressure() -> None:
-    """A cache that is never full, so that no page is cleaned, dropped or given up; one without hot
+    """A cache that is never full, so that no page is offloaded, dropped or evicted; one without hot
     rows; or lengths that steps and turns leave wrong."""
     cache = simulated_cache(context=2000, num_sequences=4, num_steps=100)
     bench = DecodeSteps(cache, context=2000, num_sequences=4)
     residency, observed = cache.residency, cache.device.num_cooled
-    cleaned, dropped = residency.pages_cleaned, residency.pages_dropped
-    given_up = Stopwatch()
-    given_up.watch(cache.index, "evict")
+    offloaded, dropped = residency.pages_cleaned, residency.pages_dropped
+    evicted = Stopwatch()
+    evicted.watch(cache.index, "evict")
     for _ in range(96):
         bench.step()
     assert cache.device.num_cooled - observed == 3
-    assert residency.pages_cleaned > cleaned
+    assert residency.pages_cleaned > offloaded
     assert residency.pages_dropped > dropped
-    assert given_up.calls["evict"] > 0
+    assert evicted.calls["evict"] > 0
     assert any(residency.hot_places(slot) for slot in range(4))
     for number in range(2):
         bench.turn(number)
@@ -114,7 +114,7 @@ def test_tables() -> None:
     assert lines[2:7] == [
         "| 3 | 8,192 | step | 1.000 | 2.000 | 3.940 | 1.000 | 1.00 |",
         "| 3 | 8,192 | scheduler | 0.500 | 0.500 | 0.745 | 0.250 | 1.00 |",
-        "| 3 | 8,192 | account | 0.375 | 1.208 | 2.947 | 0.250 | 1.00 |",
+        "| 3 | 8,192 | bookkeeping | 0.375 | 1.208 | 2.947 | 0.250 | 1.00 |",
         "| 3 | 8,192 | policy | 0.250 | 0.292 | 0.495 | 0.125 | 1.00 |",
         "| 3 | 9,000 | step | 2.000 | 4.000 | 7.880 | 2.000 | 2.00 |",
     ]

@@ -127,7 +127,7 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("large_bytes", [1, 1 << 20])
 def test_first_difference(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Differences in a sign or a NaN, at another place than is told; rounding, infinities."""
+    """Differences in a sign or a NaN, at another index than reported; rounding, infinities."""
     monkeypatch.setattr(kernels, "_LARGE_BYTES", large_bytes)
     expected = np.arange(100, dtype=np.float32).reshape(20, 5)
 

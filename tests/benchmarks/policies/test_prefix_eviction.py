@@ -17,17 +17,17 @@ from benchmarks.policies.prefix_eviction import (
     zipf,
 )
 
-ROOM = 64
+CAPACITY = 64
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_eviction, "ROOM", ROOM)
+    monkeypatch.setattr(prefix_eviction, "CAPACITY", CAPACITY)
     monkeypatch.setattr(prefix_eviction, "ROUNDS", 10)
 
 
 def shares(turns: list[Turn]) -> dict[str, float]:
-    return {name: share_found(turns, run(turns, ROOM)) for name, run in POLICIES.items()}
+    return {name: share_found(turns, run(turns, CAPACITY)) for name, run in POLICIES.items()}
 
 
 def test_baselines_find_what_they_must() -> None:
@@ -39,8 +39,8 @@ def test_baselines_find_what_they_must() -> None:
     assert 0.4 < row["clairvoyant"] <= 0.5
     # Of a cache of 64 pages, 8 are the turn's own: the oldest of 8 conversations gives way.
     turns = [Turn(c, 8) for c in [*range(9), 1, 0]]
-    assert prefix_eviction.lru_pages_found(turns, ROOM)[-2:] == [8, 0]
-    assert prefix_eviction.clairvoyant_pages_found(turns, ROOM)[-2:] == [8, 8]
+    assert prefix_eviction.lru_pages_found(turns, CAPACITY)[-2:] == [8, 0]
+    assert prefix_eviction.clairvoyant_pages_found(turns, CAPACITY)[-2:] == [8, 8]
 
 
 def test_index_has_no_cliff() -> None:

@@ -46,14 +46,14 @@ def selections(
     return Selections(np.array([ranked]), scored, top_k, warm_up=0)
 
 
-def run(name: str, asked: Selections, slots: int) -> list[Step]:
+def run(name: str, asked: Selections, entries: int) -> list[Step]:
     """Steps of one cache, each with what it held."""
-    policy: Policy = POLICIES[name](asked, slots)
+    policy: Policy = POLICIES[name](asked, entries)
     return [Step(x.selected[0], x.missed[0], x.owners[0].copy()) for x in simulate(policy, asked)]
 
 
-def missed(name: str, steps: list[list[int]], slots: int) -> list[list[int]]:
-    return [x.selected[x.missed].tolist() for x in run(name, selections(steps), slots)]
+def missed(name: str, steps: list[list[int]], entries: int) -> list[list[int]]:
+    return [x.selected[x.missed].tolist() for x in run(name, selections(steps), entries)]
 
 
 @st.composite
@@ -69,7 +69,7 @@ def sequences(draw: st.DrawFn, num_positions: int = 10) -> list[list[int]]:
 )
 def test_first_victim(name: str, evicted: int) -> None:
     """0 was used again and is the oldest: a policy that mistakes loads and uses."""
-    after = run(name, selections([[0], [1], [2], [0], [3]]), slots=3)[-1]
+    after = run(name, selections([[0], [1], [2], [0], [3]]), entries=3)[-1]
     assert {0, 1, 2} - set(after.owners) == {evicted}
 
 
@@ -79,7 +79,7 @@ def test_clock_turns() -> None:
     3 takes the place of 0 after a whole turn; 1 is used since and passed; 4 takes the place of 2;
     then 3, whose bit that turn did not reach, is passed and cleared, and 5 takes the place of 1.
     """
-    steps = run("CLOCK", selections([[0], [1], [2], [3], [1], [4], [5]]), slots=3)
+    steps = run("CLOCK", selections([[0], [1], [2], [3], [1], [4], [5]]), entries=3)
     assert [step.owners.tolist() for step in steps[3:]] == [
         [3, 1, 2],
         [3, 1, 2],
@@ -90,13 +90,13 @@ def test_clock_turns() -> None:
 
 def test_clock_passes_rows_of_the_step() -> None:
     """A hand that clears the bit of 1 as it passes, in the step that uses 1: then 5 replaces it."""
-    steps = run("CLOCK", selections([[0], [1], [2], [3], [1, 4], [5]]), slots=3)
+    steps = run("CLOCK", selections([[0], [1], [2], [3], [1, 4], [5]]), entries=3)
     assert steps[-1].owners.tolist() == [5, 1, 4]
 
 
 def test_segments_keep_the_newest() -> None:
-    """Half the slots protect 1 and 2; 0, hit before them, goes back among 3 and the newcomers."""
-    steps = run("segmented LRU", selections([[0, 1, 2, 3], [0], [1], [2], [4], [5]]), slots=4)
+    """Half the entries protect 1 and 2; 0, hit before them, goes back among 3 and the newcomers."""
+    steps = run("segmented LRU", selections([[0, 1, 2, 3], [0], [1], [2], [4], [5]]), entries=4)
     assert sorted(steps[-1].owners) == [1, 2, 4, 5]
 
 
@@ -107,7 +107,7 @@ def test_scores_choose_victims() -> None:
         [[4, 3.5, 3, -9], [9, 3.8, 3, -9], [5, 4.5, 3.9, -9], [8, 7, 0, -9], [10, 3, 2, 1]],
     )
     victims = {
-        name: ({0, 1, 2} - set(run(name, asked, slots=3)[-1].owners)).pop()
+        name: ({0, 1, 2} - set(run(name, asked, entries=3)[-1].owners)).pop()
         for name in ("LRU", "current score", "smoothed score")
     }
     assert victims == {"LRU": 1, "current score": 0, "smoothed score": 2}
@@ -116,14 +116,14 @@ def test_scores_choose_victims() -> None:
 def test_frequency_outlives_replacement() -> None:
     """A count that starts anew when its row was replaced: then 1, used later, would stay."""
     steps = [[0], [0], [0], [1, 2], [0], [1], [3]]
-    after = run("decayed frequency", selections(steps), slots=2)[-1]
+    after = run("decayed frequency", selections(steps), entries=2)[-1]
     assert sorted(after.owners) == [0, 3]
 
 
-def ordered_dict_lru(steps: list[list[int]], slots: int) -> list[list[int]]:
-    """Misses of LRU; of rows used in one step the one in the lowest slot counts as older."""
+def ordered_dict_lru(steps: list[list[int]], entries: int) -> list[list[int]]:
+    """Misses of LRU; of rows used in one step the one in the lowest entry counts as older."""
     cached: OrderedDict[int, int] = OrderedDict()
-    free, result = list(range(slots)), []
+    free, result = list(range(entries)), []
     for step in steps:
         result.append([position for position in step if position not in cached])
         for position in result[-1]:
@@ -140,29 +140,29 @@ def ordered_dict_lru(steps: list[list[int]], slots: int) -> list[list[int]]:
 
 @settings(max_examples=40)
 @given(sequences(), st.integers(1, 9))
-def test_lru_is_lru(steps: list[list[int]], slots: int) -> None:
+def test_lru_is_lru(steps: list[list[int]], entries: int) -> None:
     """Any other order of victims, or a miss that is loaded in the wrong place."""
-    assert missed("LRU", steps, slots) == ordered_dict_lru(steps, slots)
+    assert missed("LRU", steps, entries) == ordered_dict_lru(steps, entries)
 
 
 @settings(max_examples=40)
 @given(sequences(), st.integers(1, 9), st.sampled_from(sorted(POLICIES)))
-def test_cache_is_consistent(steps: list[list[int]], slots: int, name: str) -> None:
+def test_cache_is_consistent(steps: list[list[int]], entries: int, name: str) -> None:
     """A hit on a row that is not there, a miss on one that is, a row cached twice or from nowhere,
     and, but for the bound, a selected row that is replaced or a row replaced before need."""
     held: set[int] = set()
-    for asked, step in zip(steps, run(name, selections(steps), slots), strict=True):
+    for asked, step in zip(steps, run(name, selections(steps), entries), strict=True):
         assert step.selected[step.missed].tolist() == [x for x in asked if x not in held]
         cached = step.owners[step.owners >= 0].tolist()
         assert len(cached) == len(set(cached))
         assert set(cached) <= held | set(asked)
         if name in PRACTICAL:
             assert held & set(asked) <= set(cached)
-            assert len(cached) == min(slots, len(held | set(asked)))
+            assert len(cached) == min(entries, len(held | set(asked)))
         held = set(cached)
 
 
-def fewest_misses(steps: list[list[int]], slots: int) -> int:
+def fewest_misses(steps: list[list[int]], entries: int) -> int:
     """The least over all contents that a cache could have after each step."""
     costs: dict[frozenset[int], int] = {frozenset(): 0}
     for step in steps:
@@ -170,7 +170,7 @@ def fewest_misses(steps: list[list[int]], slots: int) -> int:
         for held, cost in costs.items():
             present = held | set(step)
             cost += len(set(step) - held)
-            for kept in itertools.combinations(present, min(slots, len(present))):
+            for kept in itertools.combinations(present, min(entries, len(present))):
                 key = frozenset(kept)
                 following[key] = min(cost, following.get(key, cost))
         costs = following
@@ -179,18 +179,18 @@ def fewest_misses(steps: list[list[int]], slots: int) -> int:
 
 @settings(max_examples=40)
 @given(sequences(num_positions=6), st.integers(1, 3))
-def test_belady_is_the_fewest(steps: list[list[int]], slots: int) -> None:
+def test_belady_is_the_fewest(steps: list[list[int]], entries: int) -> None:
     """A bound that a cache can undercut, or that no cache reaches."""
-    found = sum(map(len, missed("Belady's bound", steps, slots)))
-    assert found == fewest_misses(steps, slots)
+    found = sum(map(len, missed("Belady's bound", steps, entries)))
+    assert found == fewest_misses(steps, entries)
 
 
 @settings(max_examples=40)
 @given(sequences(), st.integers(1, 9), st.sampled_from(PRACTICAL))
-def test_none_undercuts_belady(steps: list[list[int]], slots: int, name: str) -> None:
+def test_none_undercuts_belady(steps: list[list[int]], entries: int, name: str) -> None:
     """A policy that counts fewer misses than it had."""
-    bound = sum(map(len, missed("Belady's bound", steps, slots)))
-    assert bound <= sum(map(len, missed(name, steps, slots)))
+    bound = sum(map(len, missed("Belady's bound", steps, entries)))
+    assert bound <= sum(map(len, missed(name, steps, entries)))
 
 
 def test_caches_are_apart() -> None:
