@@ -199,7 +199,10 @@ class RankedLRU(LRU):
 
 
 class LRU2(Policy):
-    """Least recent second-to-last selection, then last selection; replaced rows are remembered."""
+    """Least recent second-to-last selection, then last selection; replaced rows are remembered.
+
+    E. J. O'Neil, P. E. O'Neil and G. Weikum, The LRU-K page replacement algorithm, 1993.
+    """
 
     def __init__(self, selections: Selections, entries: int) -> None:
         super().__init__(selections, entries)
@@ -282,7 +285,10 @@ class SmoothedScore(CurrentScore):
 
 
 class Belady(Policy):
-    """Furthest next selection, of cached and selected rows alike: no policy misses less."""
+    """Furthest next selection, of cached and selected rows alike: no policy misses less.
+
+    L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
+    """
 
     foresight = True
 
