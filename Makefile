@@ -1,15 +1,12 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-aot demo test test-slow test-aot lint types format lock clean
+.PHONY: help setup setup-aot demo check test test-quick test-slow test-aot lint types format lock clean
 
 BIN := .venv/bin
 # Set, it has every process parse jax anew, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # Two processes, since compiling a step takes one core; a file's tests share what they compiled.
-# Files stay in the order that tests/conftest.py gives them, the slowest first.
+# Files stay in the order that tests/conftest.py gives them, those that compile first.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
-# What runs the model's steps is tested apart from what computes them: see tests/conftest.py.
-RUN_STEPS := $(wildcard tests/serving/test_*.py) tests/test_docs.py \
-	tests/benchmarks/cpu/test_hybrid_decode.py tests/glm53/test_decode_with_kernels.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,9 +20,14 @@ setup-aot: ## make or refresh .venv-aot, which compiles for GPUs without one
 demo: setup ## run the demonstration on the CPU (DEMO_ARGS="--plot FILE" draws it)
 	$(BIN)/python -m serving.demo $(DEMO_ARGS)
 
+check: setup ## check style and types, and run the tests that compile nothing: a minute
+	@$(MAKE) --no-print-directory -j2 lint types test-quick
+
+test-quick: setup
+	$(BIN)/python -m pytest -m "not compiles and not slow"
+
 test: setup ## run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(addprefix --ignore=,$(RUN_STEPS))
-	FORMER_EMITTERS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) $(RUN_STEPS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: setup ## run the tests that take minutes each
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from glm53.terminal import terminal_columns
-from tests.terminal import terminal
+from tests.helpers.terminal import terminal
 
 
 @pytest.mark.parametrize("columns", [0, 1, 80])

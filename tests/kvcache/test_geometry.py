@@ -75,6 +75,7 @@ def test_page_row(num_devices: int, rows_per_device: int) -> None:
             assert divmod(row, rows_per_device) == (p % num_devices, sizes.local_row(p))
 
 
+@pytest.mark.compiles
 @given(st.integers(0, 2**31 - 1), st.sampled_from([1, 2, 4, 8]), st.sampled_from([4, 64, 512]))
 def test_positions_on_the_device(position: int, num_devices: int, rows_per_device: int) -> None:
     """A place that is another in a traced int32 than in a Python integer, or overflows."""
@@ -107,6 +108,7 @@ def test_sizes() -> None:
     assert sizes.hot_row_bytes == 3 * 52
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("kind", ROW_KINDS)
 @pytest.mark.parametrize("host_sizes", [{}, HOST_SIZES, HOST_SIZES | {"staging_pages": 0}])

@@ -19,9 +19,6 @@ from kvcache import KVCache, KVGeometry, OutOfPagesError, SimulatedDevice
 from kvcache.tiers.page_states import NO_PLACE, PageState
 from pallas_kernels.common.row_format import RowFormat
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
-
 PAGE, SLOTS, STEP_ROWS, LONGEST = 4, 3, 8, 40
 ROW = RowFormat("float32", 1, 0, 1.0)
 

@@ -16,10 +16,10 @@ from glm53 import LLM, RequestOutput, SamplingParams, chat
 from serving import batch
 from serving.batch import BatchCounts, run_batch
 from serving.cli import main
-from tests.serving.fake_llm import COMPLETIONS, FakeLLM, answer, line, one_by_one
-from tests.support import GOLDEN
+from tests.helpers.fake_llm import COMPLETIONS, FakeLLM, answer, line, one_by_one
+from tests.helpers.session import GOLDEN
 
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 CHAT = "/v1/chat/completions"
 MAX_SEQS = 4
@@ -430,6 +430,7 @@ class EndlessSource(io.RawIOBase):
         return line(custom_id, prompt="x") if self.num_read % 10 == 0 else b"nope\n"
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_reading_is_lazy() -> None:
     """No line is read before the model asks for its prompt, nor kept."""
     source, progress = EndlessSource(), []

@@ -22,10 +22,8 @@ from hypothesis import strategies as st
 from glm53 import LLM, RequestOutput
 from serving.batch import BatchCounts, count_requests, run_batch
 from serving.cli import main
-from tests.serving.fake_llm import FakeLLM, answer, line, one_by_one
-from tests.terminal import terminal
-
-pytestmark = pytest.mark.usefixtures("as_a_user")
+from tests.helpers.fake_llm import FakeLLM, answer, line, one_by_one
+from tests.helpers.terminal import terminal
 
 BOM = codecs.BOM_UTF8
 LINES = [line("a", prompt="x"), line("b" * 50, prompt="x"), b"nope\n", line("c", prompt="x")]

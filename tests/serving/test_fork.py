@@ -4,13 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.serving.toy_engine import toy_options
+import pytest
+
+from tests.helpers.toy_engine import toy_options
 
 FORK = """
 import dataclasses, gc, os, signal, sys, threading, warnings
 from pathlib import Path
 from glm53 import LLM, SamplingParams, ServingLoop
-from tests.serving.toy_engine import tokens, toy_options
+from tests.helpers.toy_engine import tokens, toy_options
 
 options = toy_options(Path(sys.argv[1]))
 prompt = {"prompt_token_ids": tokens(1, 40)}
@@ -88,6 +90,7 @@ print("served")
 """
 
 
+@pytest.mark.compiles
 def test_fork(tmp_path: Path) -> None:
     """A child that waits for threads and locks of its parent, or disturbs it; also at its end."""
     toy_options(tmp_path)  # writes the model

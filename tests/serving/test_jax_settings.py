@@ -12,10 +12,9 @@ from glm53 import SamplingParams, ServingLoop
 from glm53.checkpoint import convert_checkpoint
 from serving.engine.compile_counter import CompileCounter
 from serving.engine.engine import Engine
-from tests.serving.toy_engine import finish, request, tokens, toy_options
+from tests.helpers.toy_engine import finish, request, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 SETTINGS: list[tuple[str, Any]] = [
     ("jax_enable_x64", True),

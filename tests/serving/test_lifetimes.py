@@ -17,10 +17,9 @@ import pytest
 from glm53 import LLM, GenerationError, SamplingParams, ServingLoop
 from serving.engine.model_runner import ModelRunner
 from serving.requests.outputs import RequestOutput
-from tests.serving.toy_engine import assert_idle, tokens, toy_llm, toy_options
+from tests.helpers.toy_engine import assert_idle, tokens, toy_llm, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 
 
 @pytest.fixture(scope="module")

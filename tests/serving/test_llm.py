@@ -16,8 +16,9 @@ from glm53 import LLM, SamplingParams
 from glm53.checkpoint import CheckpointError
 from serving.engine.model_runner import ModelRunner
 from serving.scheduler import Scheduler
-from tests.support import GOLDEN, golden_arrays
+from tests.helpers.session import GOLDEN, golden_arrays
 
+pytestmark = pytest.mark.compiles
 # One bucket of rows, so that one prefill step is compiled.
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 FREE = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -14,6 +14,7 @@ from glm53 import LLM, SamplingParams, chat
 from serving.engine.model_runner import ModelRunner
 from serving.requests.outputs import CompletionOutput, RequestOutput
 
+pytestmark = pytest.mark.compiles
 PROMPT = "The Congress of the United States"
 OTHERS = ["The people", "Our commerce with", "It is the duty of the"]
 QUESTION = {"role": "user", "content": "The code of mint is 31-94.\nWhat is the code of mint?"}

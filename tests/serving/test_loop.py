@@ -16,10 +16,9 @@ from glm53 import EngineDeadError, GenerationError, RequestStream, SamplingParam
 from serving.engine.metrics import LoopMetrics
 from serving.engine.model_runner import ModelRunner
 from serving.requests.outputs import RequestOutput
-from tests.serving.toy_engine import assert_idle, tokens, toy_options
+from tests.helpers.toy_engine import assert_idle, tokens, toy_options
 
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+pytestmark = pytest.mark.compiles
 LONG = 150
 RUNNER = "serving.engine.model_runner.ModelRunner"
 
@@ -91,6 +90,7 @@ def expected(stepped: ServingLoop) -> list[list[int]]:
     ]
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_what_is_no_options() -> None:
     """An error from deep within, or one that does not say where options go."""
     kind: Any = ServingLoop
@@ -316,6 +316,7 @@ def test_priorities(stepped: ServingLoop) -> None:
     run(stepped, *slow, *late)
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     ("prompt", "options", "kind", "message"),
     [

@@ -45,6 +45,7 @@ def test_size_and_schedule() -> None:
     assert config.max_position_embeddings == 65_600
 
 
+@pytest.mark.compiles
 def test_loads(tmp_path: Path) -> None:
     """A checkpoint with tensors missing, or with weights that blow up or vanish."""
     count = write_checkpoint(tmp_path, TINY)

@@ -23,10 +23,7 @@ from kvcache import KVGeometry
 from pallas_kernels.common.row_format import RowFormat
 from serving.options.engine_options import KVPolicy
 from serving.requests.request import Request
-from tests.terminal import terminal
-
-# Types are checked elsewhere; checks at every call would take much of the time.
-pytestmark = pytest.mark.usefixtures("as_a_user")
+from tests.helpers.terminal import terminal
 
 PAGE = 64
 WORKLOAD = Workload(turns=13, first_tokens=1280, later_tokens=12, output_tokens=16)

@@ -18,8 +18,9 @@ from benchmarks.cpu.hybrid_decode import (
 from glm53.checkpoint import load_hugging_face
 from glm53.model.config import GLMConfig
 from glm53.model.sharding import make_mesh
-from tests.toy_model import SIZES
+from tests.helpers.toy_model import SIZES
 
+pytestmark = pytest.mark.compiles
 CONTEXT = 256
 
 

@@ -17,7 +17,7 @@ from benchmarks.cpu.long_context import (
     prefill,
     store_options,
 )
-from tests.toy_model import SIZES
+from tests.helpers.toy_model import SIZES
 
 CONTEXT = 512
 

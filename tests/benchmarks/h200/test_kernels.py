@@ -25,7 +25,9 @@ from benchmarks.h200.programs import (
 )
 from benchmarks.h200.staging import Overlap
 from pallas_kernels.common.implementation import Implementation
-from tests.pallas_kernels.bits import assert_same_bits
+from tests.helpers.bits import assert_same_bits
+
+pytestmark = pytest.mark.compiles
 
 
 def dry_run(file: Path, capsys: pytest.CaptureFixture[str], *operations: str) -> None:

@@ -12,6 +12,7 @@ from serving.sampling.adjust import adjust_logits
 from serving.sampling.state import MAX_BAD_WORD_TOKENS
 from tests.serving.sampling import reference
 
+pytestmark = pytest.mark.compiles
 VOCAB = 45  # no multiple of 8 or 32
 WINDOW = MAX_BAD_WORD_TOKENS - 1
 adjusted_of = jax.jit(adjust_logits)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from serving.sampling.filters import kept_tokens, token_distances
 from tests.serving.sampling import reference
 
+pytestmark = pytest.mark.compiles
 ROWS = 8
 distances_of, kept_of = jax.jit(token_distances), jax.jit(kept_tokens)
 

@@ -4,6 +4,7 @@ import pytest
 
 from serving.sampling import top_logprobs
 
+pytestmark = pytest.mark.compiles
 VOCAB = 45
 
 

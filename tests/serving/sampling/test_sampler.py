@@ -14,6 +14,7 @@ from serving.sampling import Sampler, SamplingState, SlotSampling
 from serving.sampling.sampler import sample_rows
 from tests.serving.sampling import reference
 
+pytestmark = pytest.mark.compiles
 VOCAB, SLOTS, CROWD = 45, 9, 11
 sampler_of = functools.cache(lambda num_devices: Sampler(VOCAB, SLOTS, make_mesh(num_devices)))
 sampled_rows = jax.jit(sample_rows)

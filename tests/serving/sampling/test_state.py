@@ -41,6 +41,7 @@ FULL = SlotSampling(
 )
 
 
+@pytest.mark.compiles
 def test_assign_fills_one_slot() -> None:
     """A field that is not set or is set wrong, or a neighbour's that changes."""
     sampler = Sampler(VOCAB, SLOTS, make_mesh())
@@ -67,6 +68,7 @@ def test_assign_fills_one_slot() -> None:
     assert not (one["history"] & 0x7FFFFFFF).any()
 
 
+@pytest.mark.compiles
 def test_assign_forgets_the_last_request() -> None:
     """A request that inherits the history, key or masks of the one before in its slot."""
     sampler = Sampler(VOCAB, SLOTS, make_mesh())
@@ -81,6 +83,7 @@ def test_assign_forgets_the_last_request() -> None:
         np.testing.assert_array_equal(again[name][2], array[2], err_msg=name)
 
 
+@pytest.mark.compiles
 def test_new_slots_are_greedy_and_open() -> None:
     """Unassigned slots with a mask or a penalty, or state that is not on every device."""
     state = SamplingState.create(SLOTS, VOCAB, make_mesh(2))
@@ -92,6 +95,7 @@ def test_new_slots_are_greedy_and_open() -> None:
     assert not np.asarray(state.history).any()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 70])
 def test_allowed_bits(vocab_size: int) -> None:
     """An allowed id that is lost or moved at the edge of a 32-bit word."""
@@ -159,6 +163,7 @@ def test_limits_are_reached() -> None:
     assert state.key.tolist() == [[2**31, 0]]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("slot", [-1, SLOTS])
 def test_no_such_slot(slot: int) -> None:
     """A request that is written nowhere, or to another's slot."""
