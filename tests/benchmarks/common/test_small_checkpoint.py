@@ -1,4 +1,4 @@
-"""The generated checkpoint is what the benchmarks say it is, and always the same."""
+"""Generated checkpoint: the model that the benchmarks name, always with the same bytes."""
 
 import hashlib
 import math
@@ -37,7 +37,7 @@ TINY = small_fields(
 
 
 def test_size_and_schedule() -> None:
-    """Figures that are reported for another model than the one that is named."""
+    """Figures reported for another model than the one named."""
     config = GLMConfig.from_hf(small_fields(max_position_embeddings=65_600))
     assert sum(math.prod(spec.shape) for spec in tensor_inventory(config)) == 61_867_024
     assert "".join(kind[0] for kind in config.indexer_types) == "fffsssfsssfs"
@@ -61,7 +61,7 @@ def test_loads(tmp_path: Path) -> None:
 
 
 def test_is_always_the_same(tmp_path: Path) -> None:
-    """Weights that differ from run to run, by the version of NumPy, or not by the seed."""
+    """Weights that differ between runs or versions of NumPy, or do not differ by the seed."""
     for name, seed in (("first", 0), ("second", 0), ("other", 1)):
         write_checkpoint(tmp_path / name, TINY, seed)
     for file in ("config.json", "model.safetensors"):
@@ -80,6 +80,6 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_present_checkpoint_is_kept(tmp_path: Path) -> None:
-    """A directory that the user named, overwritten."""
+    """An existing directory that is overwritten."""
     ensure_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The comparison's processes, medians and table; no time is measured here."""
+"""Comparison with transformers: its processes, medians and table, without measuring time."""
 
 import ast
 import sys
@@ -42,7 +42,7 @@ def test_median_of_each_quantity() -> None:
 
 
 def test_table() -> None:
-    """A ratio upside down, or a target that is not the case's."""
+    """An inverted ratio, or the target of another case."""
     case = Case("decode", 8192, 8, 80)
     rows = table_rows(case, Sample(900, 512, 3), Sample(10, 2048, 0))
     assert rows == [
@@ -56,7 +56,7 @@ def test_table() -> None:
 
 
 def test_peak_memory_is_the_workers_own() -> None:
-    """Peak memory after it was freed is lost, or that of this larger process is counted."""
+    """A peak that is lost once freed, or that of this larger process."""
     result = run_job(
         side(f"held = bytearray(64 << 20)\ndel held\n{ANSWER.format('{**job, "more": 1}')}"),
         {"kind": "decode"},
@@ -77,13 +77,13 @@ assert len(job["token_ids"]) == 3 and all(0 <= token < 2048 for token in job["to
 
 
 def test_failed_worker() -> None:
-    """A worker that failed, passed over or waited for."""
+    """A failed worker that is ignored or waited for."""
     with pytest.raises(RuntimeError, match="ended with status 3"):
         run_job(side("sys.exit(3)"), {})
 
 
 def test_disagreement_stops() -> None:
-    """Two that compute different things, compared for speed."""
+    """A comparison of speed between sides that compute different things."""
     ours, theirs = (side(ANSWER.format(f'{{"tokens": [5, {last}]}}')) for last in (6, 7))
     check_agreement(ours, ours, {})
     with pytest.raises(RuntimeError, match=r"\[5, 6\] here, \[5, 7\] in transformers"):
@@ -93,7 +93,7 @@ def test_disagreement_stops() -> None:
 def test_missing_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A missing interpreter found out after minutes, or without a word on what makes it."""
+    """A missing interpreter noticed after minutes, or without naming the script that makes it."""
     checkpoint = tmp_path / "new"
     arguments = ["--transformers-python", str(tmp_path / "none"), "--checkpoint", str(checkpoint)]
     monkeypatch.setattr(sys, "argv", ["against_transformers.py", *arguments])
@@ -104,7 +104,7 @@ def test_missing_environment(
 
 
 def test_transformers_worker_stands_alone() -> None:
-    """A worker that needs this project, or a newer Python, in the environment of transformers."""
+    """A worker that needs glm53 or a newer Python in the environment of transformers."""
     text = (FOLDER / "transformers_worker.py").read_text()
     nodes = list(ast.walk(ast.parse(text, feature_version=(3, 11))))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -115,7 +115,7 @@ def test_transformers_worker_stands_alone() -> None:
 
 @pytest.mark.slow
 def test_worker_runs_what_llm_runs(tmp_path: Path) -> None:
-    """Figures of a model that does not give LLM's tokens."""
+    """Figures of a model that generates other tokens than LLM."""
     write_checkpoint(tmp_path, TINY)
     prompt, steps = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32], 4
     # The store of the worker, so that the steps are compiled once for both.

@@ -1,4 +1,4 @@
-"""The benchmark of agents: what it counts, and what the policies come to without a model."""
+"""Benchmark of agents: its counts and plots, and the policies without a model."""
 
 import dataclasses
 import math
@@ -61,8 +61,8 @@ def simulate(kv_policy: KVPolicy, concurrency: int, turns_each: int = 4) -> Resu
 
 
 def test_many_agents_on_a_small_device() -> None:
-    """Agents that wait for the device although the host has room for their rows, or compute again
-    what was cached."""
+    """Agents that wait for the device although the host has room for their rows, or recompute
+    cached rows."""
     results = {kv_policy: simulate(kv_policy, 36) for kv_policy in agents.POLICIES}
     for kv_policy in ("resident", "swap"):
         assert results["hybrid"].running >= 4 * results[kv_policy].running
@@ -99,8 +99,8 @@ class Scripted:
 
 
 def test_what_agents_say() -> None:
-    """A turn without the one before it, a conversation that goes on too long, or a reuse that
-    counts what nothing could have cached."""
+    """A turn without the one before it, a conversation that is too long, or a reuse that counts
+    tokens that nothing could have cached."""
     server = Scripted()
     workload = Workload(turns=3, first_tokens=20, later_tokens=4, output_tokens=2)
     result = run_agents(server, workload, concurrency=2, turns=8, vocab_size=100)
@@ -139,7 +139,7 @@ def report_rows(times: Times | None) -> list[agents.Row]:
 
 
 def drawn(rows: list[agents.Row], path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Titles of the panels, each of which has a line a policy and a marker a measurement."""
+    """Titles of the panels, each with a line per policy and a marker per measurement."""
     figures = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
@@ -161,7 +161,7 @@ COUNTED = {"running requests (mean)", "prompt tokens found in the cache, %"}
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table or plot that does not show what was measured."""
+    """A table or plot that does not show the measurements."""
     times = Times(seconds=2.0, first_token_seconds=[0.1, 0.3, 0.2], token_seconds=[0.01, 0.02])
     rows = report_rows(times)
     lines = agents.format_table(rows).splitlines()
@@ -183,7 +183,7 @@ def test_svg(tmp_path: Path) -> None:
 
 
 def test_report_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times that nothing took: neither in the table, nor in the file, nor in the plot."""
+    """Times of a simulation, which has none, in the table, the file or the plot."""
     result = simulate("hybrid", 2, turns_each=1)
     assert result.times is None
     rows = report_rows(None)
@@ -204,7 +204,7 @@ def test_report_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Minutes in which nothing is said: no bar on a terminal, or no line for each run elsewhere."""
+    """Minutes without a sign of progress: no bar on a terminal, or no line per run elsewhere."""
     assert list(show_progress(iter("ab"), 2, str.upper)) == ["a", "b"]
     assert capsys.readouterr() == ("", "1 of 2: A\n2 of 2: B\n")
     with terminal(80) as shown:
@@ -221,7 +221,7 @@ def test_no_turn_in_time() -> None:
 
 
 def test_the_node() -> None:
-    """A store that is not that of 8x H200, or contexts in another proportion to it when scaled."""
+    """A store that is not that of 8x H200, or contexts scaled in another proportion to it."""
     node = agents.node_geometry("hybrid", AGENTS, 8)
     assert node.rows_per_page == 512
     resident = agents.node_geometry("resident", AGENTS, 8)
@@ -234,7 +234,7 @@ def test_the_node() -> None:
 
 
 def test_requests_of_an_earlier_run() -> None:
-    """A run that ends with an error for a request that the one before it has left."""
+    """A run that fails on a request left over from the one before."""
 
     class LeftEngine:
         def step(self) -> list[Request]:

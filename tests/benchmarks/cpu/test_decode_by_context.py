@@ -1,4 +1,4 @@
-"""The table of decode times; no time is measured here."""
+"""Table of decode times by context, without measuring time."""
 
 from benchmarks.common.small_checkpoint import small_fields
 from benchmarks.cpu.decode_by_context import Timing, fitting_batches, format_table
@@ -6,7 +6,7 @@ from glm53.model.config import GLMConfig
 
 
 def test_rest_is_compared_within_a_batch() -> None:
-    """A ratio to the first line of all, or one that counts the selection."""
+    """A ratio to the first row of all batches, or one that counts the selection."""
     timings = [Timing(1, 8, 5.0, 1.0), Timing(1, 16, 8.0, 2.0), Timing(4, 8, 12.0, 2.0)]
     assert format_table(timings).splitlines()[2:] == [
         "| 1 | 8 | 5.00 | 1.00 | 4.00 | 1.00 |",
@@ -16,7 +16,7 @@ def test_rest_is_compared_within_a_batch() -> None:
 
 
 def test_batches_follow_memory() -> None:
-    """A store that does not fit is made all the same."""
+    """A store that is made although it does not fit."""
     config = GLMConfig.from_hf(small_fields())
     assert fitting_batches(config, 64) == (1, 4)
     assert fitting_batches(config, 1 << 40) == ()

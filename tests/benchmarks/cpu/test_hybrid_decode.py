@@ -1,4 +1,4 @@
-"""Decode steps with pages in host memory, at toy size; no time is judged."""
+"""Decode steps with pages in host memory, at toy size, whatever time they take."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> HybridBench:
 
 
 def test_variants_read_what_they_claim(bench: HybridBench) -> None:
-    """A bench that times something else than it says: steps themselves check rows and logits."""
+    """A benchmark that times something else than it claims: its steps check rows and logits."""
     timing = measure(bench, 2, CONTEXT, 3)
     assert {variant: len(samples) for variant, samples in timing.samples.items()} == dict.fromkeys(
         VARIANTS, 3
@@ -46,7 +46,7 @@ def test_variants_read_what_they_claim(bench: HybridBench) -> None:
 
 
 def test_other_reads_are_noticed(bench: HybridBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Misses taken for hits: forgetting does nothing, or too much."""
+    """Misses taken for hits: dropping cached rows does nothing, or too much."""
     forget = Decoder.forget
     for count in (0, 3):
         with monkeypatch.context() as patch:
@@ -57,7 +57,7 @@ def test_other_reads_are_noticed(bench: HybridBench, monkeypatch: pytest.MonkeyP
 
 
 def test_other_logits_are_noticed(bench: HybridBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spilled rows that are not those of the store that never spills."""
+    """Rows in host memory that differ from those of the store that keeps all on the device."""
     decoder = bench._decoders["all hot"]
     host = decoder._store.host
     assert host is not None

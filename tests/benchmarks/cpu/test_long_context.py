@@ -1,4 +1,4 @@
-"""A long context with few pages on the device, at toy size; no time is judged."""
+"""Long context with few pages on the device, at toy size, whatever time it takes."""
 
 import dataclasses
 from pathlib import Path
@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [decode, prefill])
 def test_few_pages_give_the_same_tokens(llms: dict[str, MeasuredLLM], work) -> None:
-    """Rows that get lost on their way, or a comparison that keeps all pages on the device."""
+    """Rows lost between the tiers, or a comparison that keeps all pages on the device."""
     runs = {store: work(llm, CONTEXT) for store, llm in llms.items()}
     compared = compare({store: [run] for store, run in runs.items()})
     hybrid = compared["hybrid"]
@@ -62,14 +62,14 @@ def run(tokens_per_second: float, tokens: list[int], peak: int = 1 << 20) -> Run
 
 
 def test_other_tokens_are_refused() -> None:
-    """A table of speeds although a run gave other tokens."""
+    """A table of speeds although a run generated other tokens."""
     right, wrong = run(1.0, [1, 2]), run(1.0, [1, 3])
     with pytest.raises(RuntimeError, match="'hybrid' gave"):
         compare({"resident": [right, right], "hybrid": [right, wrong]})
 
 
 def test_tables() -> None:
-    """Ratios the wrong way round, or the fastest run for the median."""
+    """Inverted ratios, or the fastest run instead of the median."""
     runs = {
         "resident": [run(40.0, [1]), run(50.0, [1]), run(90.0, [1])],
         "hybrid": [run(20.0, [1]), run(25.0, [1], 9 << 20), run(80.0, [1], 10 << 20)],

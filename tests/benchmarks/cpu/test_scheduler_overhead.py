@@ -1,4 +1,4 @@
-"""The Python side of decode steps without the steps, at toy size; no time is judged."""
+"""Python side of simulated decode steps, at toy size, whatever time they take."""
 
 import pytest
 
@@ -38,8 +38,8 @@ def test_all_decode_while_as_many_wait() -> None:
 
 
 def test_steps_are_under_pressure() -> None:
-    """A cache that is never full, so that no page is offloaded, dropped or evicted; one without hot
-    rows; or lengths that steps and turns leave wrong."""
+    """A cache that is never full, so that no page is offloaded, dropped or evicted; one without row
+    caches; or lengths that steps and turns leave wrong."""
     cache = simulated_cache(context=2000, num_sequences=4, num_steps=100)
     bench = DecodeSteps(cache, context=2000, num_sequences=4)
     residency, observed = cache.residency, cache.device.num_cooled
@@ -67,7 +67,7 @@ def test_sequences_fill_their_pages_in_turn() -> None:
 
 
 def test_times_are_told_apart() -> None:
-    """Steps that are left out, observations that are not found, or turns."""
+    """Steps, changes of heat or turns that are not counted."""
     timing = measure(3, 300, 33)
     assert (len(timing.steps), len(timing.scheduling), len(timing.policy)) == (33, 33, 33)
     assert len(timing.observations) == 1
@@ -79,7 +79,7 @@ def test_times_are_told_apart() -> None:
 
 
 def test_stopwatch_counts_nested_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method within another whose time counts twice, or an error that stops the watch."""
+    """A nested method whose time counts twice, or an error that stops the watch."""
 
     class Watched:
         def outer(self, fails: bool = False) -> int:
@@ -106,7 +106,7 @@ def test_stopwatch_counts_nested_calls_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tables() -> None:
-    """Means for medians, a column of another, or parts that do not add up to the step."""
+    """Means instead of medians, swapped columns, or parts that do not add up to the step."""
     times = [1.0, 1, 4], [0.25, 0.5, 0.75], [0.125, 0.25, 0.5], [4.0]
     timing = Timing(3, 8192, *times, [5.0, 6, 10], [1.0, 2, 6], 10, 1000, 7)
     longer = Timing(3, 9000, [2.0, 2, 8], *times[1:], [5.0, 6, 10], [1.0, 2, 6], 10, 1000, 7)

@@ -1,4 +1,4 @@
-"""What counts as a copy of the state in a report; nothing is compiled here."""
+"""Copies of the state in a report, recognised without compiling anything."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The kernels' script for an H200, on a CPU; no time is measured."""
+"""Script that checks the kernels on an H200, run on a CPU without measuring time."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.compiles
 
 
 def dry_run(file: Path, capsys: pytest.CaptureFixture[str], *operations: str) -> None:
-    """Runs the script to its end and looks at all that it says."""
+    """Runs the script to its end and checks everything it prints."""
     chosen = operations or tuple(OPERATIONS)
     arguments = ["--dry-run", "--operations", ",".join(chosen), "--output", str(file)]
     assert main(arguments) == 0
@@ -53,8 +53,7 @@ def dry_run(file: Path, capsys: pytest.CaptureFixture[str], *operations: str) ->
 
 
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that fails on the GPU for a reason that has nothing to do with it, or that makes
-    numbers up."""
+    """A script that would fail on a GPU for a reason unrelated to it, or that invents numbers."""
     dry_run(tmp_path / "result.json", capsys, "stage_rows")
 
 
@@ -91,10 +90,10 @@ def planted(operation: Operation, fault: type[Exception] | None) -> Operation:
     return dataclasses.replace(operation, call=call)
 
 
-def test_faults_are_told(
+def test_faults_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong value that is not noticed, or the first failure taken for the end."""
+    """A wrong value that is not noticed, or a failure that ends the run."""
     file, names = tmp_path / "result.json", ("copy_pages", "append_rows", "merge_topk")
     for name, fault in zip(names, (RuntimeError, None), strict=False):
         monkeypatch.setitem(OPERATIONS, name, planted(OPERATIONS[name], fault))
@@ -121,7 +120,7 @@ def test_faults_are_told(
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kernels that run on no GPU, as if on one."""
+    """Kernels that run without a GPU as if on one."""
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert re.search(message, capsys.readouterr().err)
@@ -158,7 +157,7 @@ def test_first_difference(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["stage_rows", "store_pages", "select_topk", "index_scores"])
 def test_calls_in_one_program(name: str) -> None:
-    """A call that is lost, or changed by what ties it to the one before."""
+    """A call that is lost, or changed by its dependency on the one before."""
     operation, rng = OPERATIONS[name], np.random.default_rng(0)
     spec, machine = operation.specs[operation.rehearsed[0]], Machine.cpu("reference")
     calls = [operation.lists(spec, rng, full) for full in (False, True, False)]
@@ -181,7 +180,7 @@ def test_scattered_bits() -> None:
 
 
 def test_arithmetic() -> None:
-    """Means, the launch counted in, a bound that does not bind, time that is hidden twice."""
+    """Means, a launch that is counted, a bound that does not bind, time that is hidden twice."""
     samples = Samples(4, one=[5.0, 1.0, 90.0], many=[13.0, 12.0, 90.0])
     assert samples.seconds == 2.0
     assert Samples(4, [], []).seconds is None

@@ -1,4 +1,4 @@
-"""What the policies find; short runs of the benchmark's workloads."""
+"""Hit rates of the policies on short runs of the benchmark's workloads."""
 
 import random
 
@@ -31,20 +31,20 @@ def shares(turns: list[Turn]) -> dict[str, float]:
 
 
 def test_baselines_find_what_they_must() -> None:
-    """A baseline made weak, which would flatter the index."""
+    """A weak baseline, which would flatter the index."""
     row = shares(round_robin(0.9))
     assert row == dict.fromkeys(POLICIES, 1.0)
     row = shares(round_robin(2.0))
     assert row["lru"] == 0.0
     assert 0.4 < row["clairvoyant"] <= 0.5
-    # Of a cache of 64 pages, 8 are the turn's own: the oldest of 8 conversations gives way.
+    # Of a cache of 64 pages, 8 are the turn's own: the oldest of 8 conversations is evicted.
     turns = [Turn(c, 8) for c in [*range(9), 1, 0]]
     assert prefix_eviction.lru_pages_found(turns, CAPACITY)[-2:] == [8, 0]
     assert prefix_eviction.clairvoyant_pages_found(turns, CAPACITY)[-2:] == [8, 8]
 
 
 def test_index_has_no_cliff() -> None:
-    """An index that finds nothing, or less than LRU, where conversations outnumber the room."""
+    """An index that finds nothing, or less than LRU, when conversations outgrow the capacity."""
     for turns in (round_robin(1.25), shuffled_rounds(1.25, random.Random(0))):
         row = shares(turns)
         assert row["lru"] + 0.2 < row["index"] <= row["clairvoyant"]
@@ -69,7 +69,7 @@ def test_conversations_grow_and_end() -> None:
 
 
 def test_table() -> None:
-    """Columns in another order than their heads."""
+    """Columns in another order than their headers."""
     shares = {"loop": {"clairvoyant": 1.0, "lru": 0.0, "index": 0.75, "random": 0.5}}
     assert format_table(shares).splitlines() == [
         "| workload | lru | random | index | clairvoyant |",

@@ -38,7 +38,7 @@ PRACTICAL = [name for name in POLICIES if name != "Belady's bound"]
 def selections(
     steps: Sequence[Sequence[int]], scores: Sequence[Sequence[float]] | None = None
 ) -> Selections:
-    """One cache's steps: all positions are selected, or with scores the first of each step."""
+    """Steps of one cache: all positions are selected, or with scores the first of each step."""
     widest = max(map(len, steps))
     ranked = [[*step, *[-1] * (widest - len(step))] for step in steps]
     top_k = widest if scores is None else 1
@@ -46,10 +46,10 @@ def selections(
     return Selections(np.array([ranked]), scored, top_k, warm_up=0)
 
 
-def run(name: str, asked: Selections, entries: int) -> list[Step]:
-    """Steps of one cache, each with what it held."""
-    policy: Policy = POLICIES[name](asked, entries)
-    return [Step(x.selected[0], x.missed[0], x.owners[0].copy()) for x in simulate(policy, asked)]
+def run(name: str, lookups: Selections, entries: int) -> list[Step]:
+    """Steps of one cache, each with its rows afterwards."""
+    policy: Policy = POLICIES[name](lookups, entries)
+    return [Step(x.selected[0], x.missed[0], x.owners[0].copy()) for x in simulate(policy, lookups)]
 
 
 def missed(name: str, steps: list[list[int]], entries: int) -> list[list[int]]:
@@ -67,7 +67,7 @@ def sequences(draw: st.DrawFn, num_positions: int = 10) -> list[list[int]]:
     ("name", "evicted"),
     [("LRU", 1), ("FIFO", 0), ("CLOCK", 0), ("segmented LRU", 1), ("LRU-2", 1)],
 )
-def test_first_victim(name: str, evicted: int) -> None:
+def test_first_replaced(name: str, evicted: int) -> None:
     """0 was used again and is the oldest: a policy that mistakes loads and uses."""
     after = run(name, selections([[0], [1], [2], [0], [3]]), entries=3)[-1]
     assert {0, 1, 2} - set(after.owners) == {evicted}
@@ -100,14 +100,14 @@ def test_segments_keep_the_newest() -> None:
     assert sorted(steps[-1].owners) == [1, 2, 4, 5]
 
 
-def test_scores_choose_victims() -> None:
+def test_scores_decide() -> None:
     """A moving average without its past, or never moved from the score at loading: 0 would go."""
-    asked = selections(
+    lookups = selections(
         [[0, 1, 2, 3], [1, 0, 2, 3], [2, 1, 0, 3], [0, 1, 2, 3], [3, 1, 2, 0]],
         [[4, 3.5, 3, -9], [9, 3.8, 3, -9], [5, 4.5, 3.9, -9], [8, 7, 0, -9], [10, 3, 2, 1]],
     )
     victims = {
-        name: ({0, 1, 2} - set(run(name, asked, entries=3)[-1].owners)).pop()
+        name: ({0, 1, 2} - set(run(name, lookups, entries=3)[-1].owners)).pop()
         for name in ("LRU", "current score", "smoothed score")
     }
     assert victims == {"LRU": 1, "current score": 0, "smoothed score": 2}
@@ -151,19 +151,19 @@ def test_cache_is_consistent(steps: list[list[int]], entries: int, name: str) ->
     """A hit on a row that is not there, a miss on one that is, a row cached twice or from nowhere,
     and, but for the bound, a selected row that is replaced or a row replaced before need."""
     held: set[int] = set()
-    for asked, step in zip(steps, run(name, selections(steps), entries), strict=True):
-        assert step.selected[step.missed].tolist() == [x for x in asked if x not in held]
+    for lookups, step in zip(steps, run(name, selections(steps), entries), strict=True):
+        assert step.selected[step.missed].tolist() == [x for x in lookups if x not in held]
         cached = step.owners[step.owners >= 0].tolist()
         assert len(cached) == len(set(cached))
-        assert set(cached) <= held | set(asked)
+        assert set(cached) <= held | set(lookups)
         if name in PRACTICAL:
-            assert held & set(asked) <= set(cached)
-            assert len(cached) == min(entries, len(held | set(asked)))
+            assert held & set(lookups) <= set(cached)
+            assert len(cached) == min(entries, len(held | set(lookups)))
         held = set(cached)
 
 
-def fewest_misses(steps: list[list[int]], entries: int) -> int:
-    """The least over all contents that a cache could have after each step."""
+def min_misses(steps: list[list[int]], entries: int) -> int:
+    """Minimum of misses over all contents that a cache could have after each step."""
     costs: dict[frozenset[int], int] = {frozenset(): 0}
     for step in steps:
         following: dict[frozenset[int], int] = {}
@@ -179,10 +179,10 @@ def fewest_misses(steps: list[list[int]], entries: int) -> int:
 
 @settings(max_examples=40)
 @given(sequences(num_positions=6), st.integers(1, 3))
-def test_belady_is_the_fewest(steps: list[list[int]], entries: int) -> None:
+def test_belady_is_the_minimum(steps: list[list[int]], entries: int) -> None:
     """A bound that a cache can undercut, or that no cache reaches."""
     found = sum(map(len, missed("Belady's bound", steps, entries)))
-    assert found == fewest_misses(steps, entries)
+    assert found == min_misses(steps, entries)
 
 
 @settings(max_examples=40)
@@ -202,14 +202,14 @@ def test_caches_are_apart() -> None:
 
 
 def test_model_misses_as_published() -> None:
-    """Selections much more or much less alike from step to step than those of GLM-5.1."""
+    """Selections that change much more or much less between steps than those of GLM-5.1."""
     model = modelled_selections(1, 180, top_k=64, warm_up=60)
     rates = [100 * miss_rate(POLICIES["LRU"](model, size * 64), model) for size in (1, 2, 4)]
     np.testing.assert_allclose(rates, [30.0, 13.4, 6.7], atol=2.5)
 
 
 def test_table() -> None:
-    """Cells that slip: at one top-k all that keep every hit miss alike."""
+    """Shifted cells: at one top-k all policies that keep every hit have the same misses."""
     model = modelled_selections(1, 12, top_k=8, warm_up=6)
     head, _, *rows = format_table({"model": model}).splitlines()
     assert head.startswith("| policy | model 1k | model 2k | model 4k | published 1k |")
@@ -224,8 +224,8 @@ def recording() -> Recording:
     best = np.array([169, 168, 167, *range(67)], np.int16)
     text = np.tile(best, (2, 600, 1))
     question = np.where(text[:, :3] == 169, 170, text[:, :3])
-    read, asked = (RankedSteps(x, np.ones(x.shape, np.float16)) for x in (text, question))
-    return Recording(read, read[:WARM_UP_STEPS], (asked, asked[:2]))
+    read, lookups = (RankedSteps(x, np.ones(x.shape, np.float16)) for x in (text, question))
+    return Recording(read, read[:WARM_UP_STEPS], (lookups, lookups[:2]))
 
 
 def test_recording_is_read_back(tmp_path: Path) -> None:
