@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.compile_h200 import (
+from benchmarks.h200.compiled_step import (
     LEAST_COPY,
     NUM_DEVICES,
     abstract_state,
