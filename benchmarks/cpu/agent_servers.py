@@ -31,7 +31,7 @@ class EngineServer:
             temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
         )
         prompt = {"prompt_token_ids": token_ids}
-        request = self._engine.reader.read(str(next(self._numbers)), prompt, params)
+        request = self._engine.input_processor.read(str(next(self._numbers)), prompt, params)
         self._agents[request], self._submitted[request] = agent, time.monotonic()
         self._engine.add(request)
 
@@ -70,7 +70,7 @@ class EngineServer:
     @property
     def preemptions(self) -> int:
         """Number of preemptions."""
-        return self._engine.scheduler.counters.parked
+        return self._engine.scheduler.counters.preempted
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,13 +102,13 @@ class SimulatedServer:
 
     def __init__(self, geometry: KVGeometry, max_num_batched_tokens: int) -> None:
         self.cache = KVCache(
-            geometry, SimulatedDevice(geometry), most_step_rows=max_num_batched_tokens
+            geometry, SimulatedDevice(geometry), max_step_rows=max_num_batched_tokens
         )
         self._scheduler = Scheduler(
             self.cache,
             max_num_seqs=geometry.max_sequences,
             max_num_batched_tokens=max_num_batched_tokens,
-            most_step_rows=max_num_batched_tokens,
+            max_step_rows=max_num_batched_tokens,
         )
         self._in_flight: list[_Turn] = []
 
@@ -148,4 +148,4 @@ class SimulatedServer:
     @property
     def preemptions(self) -> int:
         """Number of preemptions."""
-        return self._scheduler.counters.parked
+        return self._scheduler.counters.preempted

@@ -102,7 +102,7 @@ def node_geometry(kv_policy: KVPolicy, workload: Workload, max_sequences: int) -
         return geometry
     return dataclasses.replace(
         geometry,
-        hot_rows=4 * config.index_topk // NODE_DEVICES,
+        row_cache_rows=4 * config.index_topk // NODE_DEVICES,
         staging_pages=-(-one_page.max_pages_per_sequence // one_page.num_layers),
     )
 

@@ -122,8 +122,10 @@ class Decoder:
         group."""
         host = self._store.host
         assert host is not None
-        hot_row = _forget(host.hot_row, jax.random.key(seed), count)
-        host = dataclasses.replace(host, hot_row=jax.device_put(hot_row, host.hot_row.sharding))
+        row_cache_row = _forget(host.row_cache_row, jax.random.key(seed), count)
+        host = dataclasses.replace(
+            host, row_cache_row=jax.device_put(row_cache_row, host.row_cache_row.sharding)
+        )
         self._store = dataclasses.replace(self._store, host=host)
 
     def _fill(self, pages: Int[np.ndarray, "slots pages"], resident_pages: int) -> KVStore:
@@ -133,8 +135,8 @@ class Decoder:
         store = KVStore.create(geometry, self._steps.mesh)
         newest = np.arange(shape[1]) >= geometry.pages_for(self._context) - resident_pages
         places = {
-            "device_page": np.where(newest, pages, -1),
-            "host_page": np.where(newest, -1, pages),
+            "device_page_index": np.where(newest, pages, -1),
+            "host_page_index": np.where(newest, -1, pages),
         }
         for name, placed in places.items():
             everywhere = np.full(geometry.num_pages, -1, np.int32)
@@ -152,19 +154,21 @@ class Decoder:
             )
             store = transitions.write(store, listed, *drawn)
         if not newest.all():
-            hot_places = pages.size + np.arange(shape[0] * geometry.hot_pages, dtype=np.int32)
+            leased_row_cache = pages.size + np.arange(
+                shape[0] * geometry.row_cache_pages, dtype=np.int32
+            )
             slots = np.arange(shape[0], dtype=np.int32)
-            store = transitions.lease(store, slots, hot_places.reshape(shape[0], -1))
+            store = transitions.lease(store, slots, leased_row_cache.reshape(shape[0], -1))
         return store
 
 
 @partial(jax.jit, static_argnums=2)
-def _forget(hot_row: Int[Array, "slots groups hot"], key: jax.Array, count: int) -> jax.Array:
+def _forget(row_cache_row: Int[Array, "slots groups hot"], key: jax.Array, count: int) -> jax.Array:
     """Drops random rows of those in use, which repeats of one step all read."""
-    drawn = jnp.where(hot_row >= 0, jax.random.uniform(key, hot_row.shape), -1.0)
+    drawn = jnp.where(row_cache_row >= 0, jax.random.uniform(key, row_cache_row.shape), -1.0)
     _, rows = lax.top_k(drawn, count)
-    slots, groups = (jnp.arange(size) for size in hot_row.shape[:2])
-    return hot_row.at[slots[:, None, None], groups[None, :, None], rows].set(-1)
+    slots, groups = (jnp.arange(size) for size in row_cache_row.shape[:2])
+    return row_cache_row.at[slots[:, None, None], groups[None, :, None], rows].set(-1)
 
 
 class HybridBench:
@@ -243,10 +247,10 @@ class HybridBench:
 def _with_host_tier(resident: KVGeometry, index_topk: int) -> KVGeometry:
     """Returns a store that can hold all pages in either tier, and a row cache for each sequence."""
     tiered = dataclasses.replace(
-        resident, host_pages=resident.device_pages, hot_rows=HOT_SELECTIONS * index_topk
+        resident, host_pages=resident.device_pages, row_cache_rows=HOT_SELECTIONS * index_topk
     )
-    hot_pages = resident.max_sequences * tiered.hot_pages
-    return dataclasses.replace(tiered, device_pages=resident.device_pages + hot_pages)
+    row_cache_pages = resident.max_sequences * tiered.row_cache_pages
+    return dataclasses.replace(tiered, device_pages=resident.device_pages + row_cache_pages)
 
 
 def measure(bench: HybridBench, batch: int, context: int, repeats: int) -> Timing:

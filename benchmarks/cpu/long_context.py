@@ -25,7 +25,7 @@ import numpy as np
 from kvcache import KVCache
 from kvcache.prefix_transfer import PrefixImport
 from serving.llm import LLM
-from serving.options.store_options import FEWEST_DEVICE_PAGES
+from serving.options.store_options import MIN_DEVICE_PAGES
 from serving.requests.sampling_params import SamplingParams
 
 DECODE_CONTEXT = 131_072
@@ -80,7 +80,7 @@ def store_options(store: str, max_model_len: int, rows_per_page: int = 64) -> di
     sizes = {"max_num_seqs": 1, "max_model_len": max_model_len}
     if store == "resident":
         return sizes | {"kv_policy": store, "device_pages": pages}
-    share = max(round(DEVICE_SHARE * pages), FEWEST_DEVICE_PAGES)
+    share = max(round(DEVICE_SHARE * pages), MIN_DEVICE_PAGES)
     return sizes | {"kv_policy": store, "device_pages": share}
 
 
@@ -188,7 +188,7 @@ def format_tables(results: Mapping[str, Mapping[str, Run]]) -> str:
         "| pages copied to the host |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    names = ("resident_reads", "hot_reads", "staged_reads", "host_reads", "missed_rows")
+    names = ("resident_reads", "row_cache_reads", "staged_reads", "host_reads", "missed_rows")
     for work, runs in results.items():
         base = runs["resident"].tokens_per_second
         for store, run in runs.items():
@@ -203,7 +203,7 @@ def format_tables(results: Mapping[str, Mapping[str, Run]]) -> str:
         counts = " | ".join(f"{counters[name]:,}" for name in names)
         reads.append(
             f"| {work} | {counts} | {counters['staged_bytes'] / 2**20:,.1f} "
-            f"| {counters['cleaned_pages']:,} |"
+            f"| {counters['offloaded_pages']:,} |"
         )
     return "\n".join([*lines, "", *reads])
 

@@ -123,8 +123,10 @@ def measure(sequences: int, context: int, num_steps: int) -> Timing:
     bench = DecodeSteps(cache, context, sequences)
     watch, residency = Stopwatch(), cache.residency
     watch.watch(cache.index, "evict")
-    watch.watch(residency, "clean_ahead", "promote", "make_room", "lease_hot", "update_heat")
-    offloaded, dropped = residency.pages_cleaned, residency.pages_dropped
+    watch.watch(
+        residency, "offload_ahead", "onload_hottest", "make_room", "lease_row_cache", "update_heat"
+    )
+    offloaded, dropped = residency.pages_offloaded, residency.pages_dropped
     steps, policy, observations = [], [], []
     for _ in range(num_steps):
         before, observed = watch.seconds, watch.calls["update_heat"]
@@ -132,7 +134,7 @@ def measure(sequences: int, context: int, num_steps: int) -> Timing:
         policy.append((watch.seconds - before) * 1e3)
         if watch.calls["update_heat"] > observed:
             observations.append(steps[-1])
-    offloaded = residency.pages_cleaned - offloaded
+    offloaded = residency.pages_offloaded - offloaded
     dropped = residency.pages_dropped - dropped
     evicted = watch.calls["evict"]
     turns = [bench.turn(number) for number in range(TURNS)]

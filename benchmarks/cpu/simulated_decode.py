@@ -36,7 +36,7 @@ class Conversation:
 class IdleCache(SequenceCache):
     """Cache that holds everything and does nothing."""
 
-    def open(self, slot: int, token_ids: Sequence[int], promised_tokens: int, **_: object) -> int:
+    def open(self, slot: int, token_ids: Sequence[int], reserved_tokens: int, **_: object) -> int:
         """Returns all tokens but the last as found."""
         return len(token_ids) - 1
 
@@ -64,7 +64,7 @@ class IdleCache(SequenceCache):
         """Returns 0."""
         return 0
 
-    def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
+    def close(self, slot: int, *, preempted: bool = False) -> CacheCounters:
         """Returns empty counters."""
         return CacheCounters()
 
@@ -93,7 +93,7 @@ class DecodeSteps:
             cache,
             max_num_seqs=num_sequences,
             max_num_batched_tokens=STEP_ROWS,
-            most_step_rows=STEP_ROWS,
+            max_step_rows=STEP_ROWS,
         )
         self._rng = np.random.default_rng(0)
         self._num_steps = 0
@@ -185,7 +185,7 @@ def simulated_cache(context: int, num_sequences: int, num_steps: int) -> KVCache
     # One page more for each: a sequence that comes back copies a partly filled page.
     num_pages = num_sequences * (pages_each + 2)
     device_pages = -(-num_pages // DEVICE_SHARE) + 4 * num_sequences
-    hot_pages = max(int(HOT_SHARE * device_pages) // num_sequences, 1)
+    row_cache_pages = max(int(HOT_SHARE * device_pages) // num_sequences, 1)
     geometry = KVGeometry(
         group_layers=(1,),
         device_pages=device_pages,
@@ -196,6 +196,6 @@ def simulated_cache(context: int, num_sequences: int, num_steps: int) -> KVCache
         max_pages_per_sequence=pages_each,
         row_format=RowFormat("float32", 1, 0, 1.0),
         index_row_format=RowFormat("float32", 1, 0, 1.0),
-        hot_rows=hot_pages * ROWS_PER_DEVICE,
+        row_cache_rows=row_cache_pages * ROWS_PER_DEVICE,
     )
-    return KVCache(geometry, SimulatedDevice(geometry), most_step_rows=STEP_ROWS)
+    return KVCache(geometry, SimulatedDevice(geometry), max_step_rows=STEP_ROWS)

@@ -138,7 +138,7 @@ def node_geometry(config: GLMConfig, batch: int, with_mtp: bool = True) -> KVGeo
         device_pages=device_pages,
         host_memory_gib=HOST_GIB,
         kv_policy="hybrid",
-        hot_rows=None,
+        row_cache_rows=None,
         memory_fraction=MEMORY_FRACTION,
     )
     geometry = resolve_geometry(one_page(whole), options, mesh, config.index_topk)

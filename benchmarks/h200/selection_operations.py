@@ -33,7 +33,7 @@ from pallas_kernels.select_topk.specs import SelectSpec
 _FEW_KEYS = {
     "few": dataclasses.replace(score_specs.SPECS["odd_bfloat16"], sequences=2, context_pages=1)
 }
-_FEW_HOT_ROWS = {"few": dataclasses.replace(resolve_specs.SPECS["odd_1"], sequences=2, k=60)}
+_FEW_ROW_CACHE_ROWS = {"few": dataclasses.replace(resolve_specs.SPECS["odd_1"], sequences=2, k=60)}
 
 
 def key_bits(array: jax.ShapeDtypeStruct) -> jax.Array:
@@ -154,8 +154,8 @@ def _resolve_rows(spec: ResolveSpec, implementation: Implementation) -> Call:
     resolve = functools.partial(resolve_rows, **spec.static, implementation=implementation)
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        *state, hot_scores, rows, located = operands
-        return resolve(*state, rows, located, hot_scores)
+        *state, row_cache_scores, rows, located = operands
+        return resolve(*state, rows, located, row_cache_scores)
 
     return call
 
@@ -168,8 +168,8 @@ def _resolved(spec: ResolveSpec) -> Operands:
 
 
 def _resolve_kept(spec: ResolveSpec) -> Operands:
-    *_, hot_page, slots, group, _, _, hot_scores = _resolved(spec)
-    return hot_page, slots, group, hot_scores
+    *_, row_cache_page, slots, group, _, _, row_cache_scores = _resolved(spec)
+    return row_cache_page, slots, group, row_cache_scores
 
 
 def _located(spec: ResolveSpec, rng: Rng, full: bool) -> Operands:
@@ -229,7 +229,7 @@ SELECTIONS = {
         work=lambda spec: Work(device_bytes=8 * spec.shards * spec.num_rows * spec.k),
     ),
     "resolve_rows": Operation(
-        specs=resolve_specs.SPECS | _FEW_HOT_ROWS,
+        specs=resolve_specs.SPECS | _FEW_ROW_CACHE_ROWS,
         timed=("glm_4x32",),
         rehearsed=("few",),
         call=_resolve_rows,

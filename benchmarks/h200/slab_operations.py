@@ -24,7 +24,7 @@ from pallas_kernels.common.slab_spec import SlabSpec
 from pallas_kernels.fetch_rows import fetch_rows
 from pallas_kernels.fetch_rows import specs as fetch_specs
 from pallas_kernels.fetch_rows.specs import FetchSpec
-from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
+from pallas_kernels.move_pages import copy_pages, offload_pages, onload_pages
 from pallas_kernels.move_pages import specs as move_specs
 from pallas_kernels.move_pages.specs import MoveSpec
 from pallas_kernels.stage_rows import specs as stage_specs
@@ -71,13 +71,13 @@ def _fetch_rows(spec: FetchSpec, implementation: Implementation) -> Call:
     return lambda rows, host, *lists: (fetch(rows, host, LAYER, *lists),)
 
 
-def _store_pages(spec: MoveSpec, implementation: Implementation) -> Call:
-    store = functools.partial(store_pages, implementation=implementation)
+def _offload_pages(spec: MoveSpec, implementation: Implementation) -> Call:
+    store = functools.partial(offload_pages, implementation=implementation)
     return lambda host, slab, moves: (store(slab, host, moves),)
 
 
-def _load_pages(spec: MoveSpec, implementation: Implementation) -> Call:
-    load = functools.partial(load_pages, implementation=implementation)
+def _onload_pages(spec: MoveSpec, implementation: Implementation) -> Call:
+    load = functools.partial(onload_pages, implementation=implementation)
     return lambda slab, host, moves: (load(slab, host, moves),)
 
 
@@ -158,21 +158,21 @@ SLAB_OPERATIONS = {
         ),
         work=lambda spec: Work(host_bytes=spec.rows * spec.slabs.row_format.row_bytes),
     ),
-    "store_pages": Operation(
+    "offload_pages": Operation(
         specs=move_specs.SPECS,
         timed=("glm_fp8",),
         rehearsed=("odd_narrow",),
-        call=_store_pages,
+        call=_offload_pages,
         state=lambda spec: (_host(spec.slabs),),
         kept=lambda spec: (_slab(spec.slabs),),
         lists=_moves(from_host=False, to_host=True),
         work=_move_work,
     ),
-    "load_pages": Operation(
+    "onload_pages": Operation(
         specs=move_specs.SPECS,
         timed=("glm_fp8",),
         rehearsed=("odd_narrow",),
-        call=_load_pages,
+        call=_onload_pages,
         state=lambda spec: (_slab(spec.slabs),),
         kept=lambda spec: (_host(spec.slabs),),
         lists=_moves(from_host=True, to_host=False),

@@ -44,7 +44,7 @@ def simulate(kv_policy: KVPolicy, concurrency: int, turns_each: int = 4) -> Resu
         max_pages_per_sequence=pages,
         row_format=ROW,
         index_row_format=ROW,
-        hot_rows=2 * PAGE if kv_policy == "hybrid" else 0,
+        row_cache_rows=2 * PAGE if kv_policy == "hybrid" else 0,
         staging_pages=int(kv_policy == "hybrid"),
     )
     server = SimulatedServer(geometry, max_num_batched_tokens=128)

@@ -56,8 +56,8 @@ def test_few_pages_give_the_same_tokens(llms: dict[str, MeasuredLLM], work) -> N
 
 
 def run(tokens_per_second: float, tokens: list[int], peak: int = 1 << 20) -> Run:
-    names = ("resident_reads", "hot_reads", "staged_reads", "host_reads", "missed_rows")
-    counters: dict[str, int] = dict.fromkeys((*names, "staged_bytes", "cleaned_pages"), 3)
+    names = ("resident_reads", "row_cache_reads", "staged_reads", "host_reads", "missed_rows")
+    counters: dict[str, int] = dict.fromkeys((*names, "staged_bytes", "offloaded_pages"), 3)
     return Run(tokens_per_second, tokens, 1, 20, 1 << 20, 2 << 20, 3 << 20, peak, counters)
 
 

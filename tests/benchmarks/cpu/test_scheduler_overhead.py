@@ -42,17 +42,17 @@ def test_steps_are_under_pressure() -> None:
     caches; or lengths that steps and turns leave wrong."""
     cache = simulated_cache(context=2000, num_sequences=4, num_steps=100)
     bench = DecodeSteps(cache, context=2000, num_sequences=4)
-    residency, observed = cache.residency, cache.device.num_cooled
-    offloaded, dropped = residency.pages_cleaned, residency.pages_dropped
+    residency, observed = cache.residency, cache.device.num_decays
+    offloaded, dropped = residency.pages_offloaded, residency.pages_dropped
     evicted = Stopwatch()
     evicted.watch(cache.index, "evict")
     for _ in range(96):
         bench.step()
-    assert cache.device.num_cooled - observed == 3
-    assert residency.pages_cleaned > offloaded
+    assert cache.device.num_decays - observed == 3
+    assert residency.pages_offloaded > offloaded
     assert residency.pages_dropped > dropped
     assert evicted.calls["evict"] > 0
-    assert any(residency.hot_places(slot) for slot in range(4))
+    assert any(residency.leased_row_cache(slot) for slot in range(4))
     for number in range(2):
         bench.turn(number)
     cache.check_integrity()

@@ -155,7 +155,7 @@ def test_first_difference(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert first_difference(np.zeros_like(expected), expected, tolerance) is not None
 
 
-@pytest.mark.parametrize("name", ["stage_rows", "store_pages", "select_topk", "index_scores"])
+@pytest.mark.parametrize("name", ["stage_rows", "offload_pages", "select_topk", "index_scores"])
 def test_calls_in_one_program(name: str) -> None:
     """A call that is lost, or changed by its dependency on the one before."""
     operation, rng = OPERATIONS[name], np.random.default_rng(0)

@@ -59,7 +59,7 @@ _NUMBERS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestReader:
+class InputProcessor:
     """The limits and texts of one model.
 
     Attributes:

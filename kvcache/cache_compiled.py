@@ -2,5 +2,5 @@
 
 import functools
 
-per_engine = functools.lru_cache(maxsize=16)
+cache_compiled = functools.lru_cache(maxsize=16)
 """Decorates what makes jitted functions, so that the engines of as many sizes compile them once."""
