@@ -158,7 +158,7 @@ def test_moves(num_devices: int, kind: RowKind) -> None:
                 device_page_index < 0 and host_page_index < 0
             ):  # freed: the next holder's counts start anew
                 mirror.host.selections.reshape(num_devices, -1)[:, page] = 0
-        driver.run("move", MoveList(stores, loads, copies, key_copies, maps))
+        driver.run("move", MoveList(offloads, onloads, copies, key_copies, maps))
         driver.check()
 
 

@@ -281,7 +281,7 @@ def test_clean_ahead() -> None:
     assert harness.states(1) == "CLEAN"
     assert harness.pages.pages_dropped == 0
     harness.moves.flush()
-    assert (harness.launches[-1].stores[:, 0] >= 0).sum() == 3
+    assert (harness.launches[-1].offloads[:, 0] >= 0).sum() == 3
 
 
 def test_clean_ahead_without_a_host_page_index() -> None:
@@ -323,8 +323,8 @@ def test_a_dropped_source_is_copied_from_the_host() -> None:
     harness.moves.flush()
     (launch,) = harness.launches
     host_page_index = harness.pages.host_page_index(0)
-    assert launch.stores[0].tolist() == [0, host_page_index]
-    assert launch.loads[0].tolist() == [host_page_index, 0]
+    assert launch.offloads[0].tolist() == [0, host_page_index]
+    assert launch.onloads[0].tolist() == [host_page_index, 0]
     assert launch.key_copies[0].tolist() == [0, 1]
     assert harness.pages.pages_copied == 1
 

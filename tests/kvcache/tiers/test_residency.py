@@ -66,7 +66,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def launch(self, moves: MoveList) -> None:
         tiers = [(self.device, self.host), (self.host, self.device), (self.device, self.device)]
-        lists = [moves.stores, moves.loads, moves.copies, moves.key_copies]
+        lists = [moves.offloads, moves.onloads, moves.copies, moves.key_copies]
         for pairs, (sources, targets) in zip(lists, [*tiers, (self.keys, self.keys)], strict=True):
             for source, target in pairs.tolist():
                 if source >= 0:

@@ -37,9 +37,9 @@ class PlacesDevice(SimulatedDevice):
                 self._tables[slot][index] = page
 
     def move(self, moves: MoveList) -> None:
-        for source, target in _pairs(moves.stores):
+        for source, target in _pairs(moves.offloads):
             self._host[target] = list(self._device[source])
-        for source, target in _pairs(moves.loads):
+        for source, target in _pairs(moves.onloads):
             self._device[target] = list(self._host[source])
         for source, target in _pairs(moves.copies):
             self._device[target] = list(self._device[source])
