@@ -19,7 +19,7 @@ class RunningSequence:
     Attributes:
         token_ids: tokens of its full pages.
         pages: its pages in order.
-        promised_pages: pages that it was promised in all.
+        reserved_pages: pages that it was promised in all.
         publication: how far its pages are known to the prefix index; None if they are not to be.
         pinned: its sealed pages that stay on the device.
         counters: what is counted on the host.
@@ -27,7 +27,7 @@ class RunningSequence:
 
     token_ids: list[int]
     pages: list[int]
-    promised_pages: int
+    reserved_pages: int
     publication: Publication | None
     pinned: list[int]
     counters: CacheCounters
@@ -35,7 +35,7 @@ class RunningSequence:
     @property
     def outstanding(self) -> int:
         """Pages that are promised to it still."""
-        return max(self.promised_pages - len(self.pages), 0)
+        return max(self.reserved_pages - len(self.pages), 0)
 
 
 class Admission:
@@ -46,7 +46,7 @@ class Admission:
         pool: reference counts of pages.
         states: the account of places.
         running: the sequences that run, which the caller keeps up to date.
-        most_step_rows: most rows of one sequence in a step.
+        max_step_rows: most rows of one sequence in a step.
 
     Attributes:
         outstanding: pages that those that run are still promised together, which the caller keeps
@@ -59,10 +59,10 @@ class Admission:
         pool: PagePool,
         states: PageStates,
         running: Collection[RunningSequence],
-        most_step_rows: int,
+        max_step_rows: int,
     ) -> None:
         self._geometry, self._pool, self._states, self._running = geometry, pool, states, running
-        self._most_step_rows = most_step_rows
+        self._max_step_rows = max_step_rows
         self.outstanding = 0
 
     @property
@@ -81,13 +81,13 @@ class Admission:
             raise OutOfPagesError(f"{wanted} pages wanted, {room} free", wanted - room)
 
     def check(
-        self, num_tokens: int, promised_pages: int, found: PrefixMatch, spare_pages: int
+        self, num_tokens: int, reserved_pages: int, found: PrefixMatch, spare_pages: int
     ) -> None:
         """Whether a sequence can start.
 
         Args:
             num_tokens: tokens of its prompt.
-            promised_pages: pages that it is promised.
+            reserved_pages: pages that it is promised.
             found: those that it shares.
             spare_pages: pages to leave for those that run.
 
@@ -95,20 +95,20 @@ class Admission:
             OutOfPagesError: it cannot: pages, or places on the device, are too few.
         """
         kept = [*found.pages, *([found.partial[0]] if found.partial else [])]
-        self.check_pages(promised_pages - len(found.pages) + spare_pages, kept)
+        self.check_pages(reserved_pages - len(found.pages) + spare_pages, kept)
         if not self._geometry.has_host_tier:
             return
         device_pages = self._geometry.device_pages
-        rows = min(num_tokens, self._most_step_rows)
-        fixed = min(self._geometry.pages_for(rows) + _NEWEST_PAGES, promised_pages)
+        rows = min(num_tokens, self._max_step_rows)
+        fixed = min(self._geometry.pages_for(rows) + _NEWEST_PAGES, reserved_pages)
         fixed += sum(
-            min(_NEWEST_PAGES, max(sequence.promised_pages, len(sequence.pages)))
+            min(_NEWEST_PAGES, max(sequence.reserved_pages, len(sequence.pages)))
             for sequence in self._running
         )
         if not self._geometry.reads_host:
             new = sum(not self._states.is_pinned(page) for page in found.pages)
-            new += promised_pages - len(found.pages) + spare_pages
-            fixed = max(fixed, self._states.num_fixed + self.outstanding + new)
+            new += reserved_pages - len(found.pages) + spare_pages
+            fixed = max(fixed, self._states.num_unevictable + self.outstanding + new)
         if fixed > device_pages:
             raise OutOfPagesError(
                 f"{fixed} pages must lie on the device, which has {device_pages}",
@@ -129,7 +129,7 @@ class Admission:
             return True
         if not self._geometry.reads_host:
             new = beyond + self.outstanding
-        return new <= self._geometry.device_pages - self._states.num_fixed
+        return new <= self._geometry.device_pages - self._states.num_unevictable
 
     def check_integrity(self) -> None:
         """Proves that what is promised is counted right, and there.

@@ -18,25 +18,25 @@ class CacheCounters:
     Attributes:
         cached_tokens: prompt tokens that were found in the cache.
         resident_reads: rows read on resident pages.
-        hot_reads: rows of host pages found among the hot rows.
+        row_cache_reads: rows of host pages found among the row-cache rows.
         staged_reads: rows brought to the device in the step that read them.
         host_reads: rows read in host memory, in place.
         missed_rows: rows that a step needed from the host tier and were not hot; those that several
             tokens of a decode step select are counted once.
         staged_bytes: bytes copied to the device for single steps, all layers and devices.
-        cleaned_pages: pages copied to the host.
-        cleaned_bytes: their bytes.
+        offloaded_pages: pages copied to the host.
+        offloaded_bytes: their bytes.
     """
 
     cached_tokens: int = 0
     resident_reads: int = 0
-    hot_reads: int = 0
+    row_cache_reads: int = 0
     staged_reads: int = 0
     host_reads: int = 0
     missed_rows: int = 0
     staged_bytes: int = 0
-    cleaned_pages: int = 0
-    cleaned_bytes: int = 0
+    offloaded_pages: int = 0
+    offloaded_bytes: int = 0
 
     def __add__(self, other: "CacheCounters") -> "CacheCounters":
         return CacheCounters(
@@ -76,7 +76,7 @@ class ReadCounts:
         resident, hot, staged, host, missed, layer_rows = reads.tolist()
         return CacheCounters(
             resident_reads=resident,
-            hot_reads=hot,
+            row_cache_reads=hot,
             staged_reads=staged,
             host_reads=host,
             missed_rows=missed,

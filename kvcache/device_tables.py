@@ -9,7 +9,7 @@ from kvcache.device.interface import CacheDevice
 from kvcache.geometry import KVGeometry
 from kvcache.tiers.residency import Residency
 
-_FEWEST_ENTRIES = 16
+_MIN_ENTRIES = 16
 
 
 class DeviceTables:
@@ -55,13 +55,13 @@ class DeviceTables:
             slots, places = self._no_leases()
             for row, slot in enumerate(sorted(changed)):
                 slots[row] = slot
-                leased = residency.hot_places(slot)
+                leased = residency.leased_row_cache(slot)
                 places[row, : len(leased)] = leased
             changed.clear()
             self._device.lease(slots, places)
         if residency.staging_places != self._borrowed:
             self._borrowed = residency.staging_places
-            self._launch_borrowed()
+            self._launch_staging()
 
     def warm_up(self) -> None:
         """Has the device do all of this once, for nobody."""
@@ -69,18 +69,18 @@ class DeviceTables:
         self._device.set_pages(self._no_pages())
         if self._geometry.reads_host:
             self._device.lease(*self._no_leases())
-            self._launch_borrowed()
+            self._launch_staging()
 
-    def _launch_borrowed(self) -> None:
+    def _launch_staging(self) -> None:
         places = np.full(max(self._geometry.staging_pages, 1), -1, np.int32)
         places[: len(self._borrowed)] = self._borrowed
-        self._device.borrow(places)
+        self._device.set_staging_pages(places)
 
     def _no_pages(self) -> Int32[np.ndarray, "entries 3"]:
-        return np.full((max(self._geometry.max_sequences, _FEWEST_ENTRIES), 3), -1, np.int32)
+        return np.full((max(self._geometry.max_sequences, _MIN_ENTRIES), 3), -1, np.int32)
 
     def _no_leases(
         self,
-    ) -> tuple[Int32[np.ndarray, " slots"], Int32[np.ndarray, "slots hot_pages"]]:
-        shape = (self._geometry.max_sequences, self._geometry.hot_pages)
+    ) -> tuple[Int32[np.ndarray, " slots"], Int32[np.ndarray, "slots row_cache_pages"]]:
+        shape = (self._geometry.max_sequences, self._geometry.row_cache_pages)
         return np.full(shape[0], -1, np.int32), np.full(shape, -1, np.int32)

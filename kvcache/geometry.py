@@ -10,9 +10,9 @@ from pallas_kernels.index_scores import KEY_BLOCK
 
 Position = TypeVar("Position", int, Int[Array, "..."])
 
-MAX_HOT_ROWS = (1 << 15) - 1
+MAX_ROW_CACHE_ROWS = (1 << 15) - 1
 _NUM_READS = 6  # columns of `HostTier.reads`
-_MAY_BE_ZERO = ("host_pages", "hot_rows", "staging_pages")
+_MAY_BE_ZERO = ("host_pages", "row_cache_rows", "staging_pages")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class KVGeometry:
         rows_per_device: rows of a page on one device.
         max_sequences: sequence slots.
         max_pages_per_sequence: length of a block table.
-        hot_rows: rows that a sequence may keep on each device of pages that are not there; 0 where
-            steps read no such pages, as all pages of the sequences that run are on the device.
+        row_cache_rows: rows that a sequence may keep on each device of pages that are not there; 0
+            where steps read no such pages, as all pages of the sequences that run are on the
+            device.
         staging_pages: device pages that a prefill may borrow for pages that are not there.
         row_format: format of an MLA row.
         index_row_format: format of an index key.
@@ -50,7 +51,7 @@ class KVGeometry:
     index_row_format: RowFormat
     rows_per_device: int = 64
     host_pages: int = 0
-    hot_rows: int = 0
+    row_cache_rows: int = 0
     staging_pages: int = 0
 
     def __post_init__(self) -> None:
@@ -64,9 +65,9 @@ class KVGeometry:
             raise ValueError(f"group_layers must be positive, got {self.group_layers}")
         if KEY_BLOCK % self.rows_per_device:
             raise ValueError(f"rows_per_device {self.rows_per_device} must divide {KEY_BLOCK}")
-        if self.hot_rows and not self.has_host_tier:
+        if self.row_cache_rows and not self.has_host_tier:
             raise ValueError(
-                f"hot_rows {self.hot_rows} does not go with host_pages {self.host_pages}"
+                f"row_cache_rows {self.row_cache_rows} needs host_pages, which is {self.host_pages}"
             )
         last_row = self.slab_rows + self.host_pages * self.rows_per_device
         if last_row >= 1 << 31:
@@ -79,8 +80,10 @@ class KVGeometry:
                 f"device_pages {self.device_pages}{beside} have {last_row} rows, more than 32-bit "
                 f"row ids can address: {lower}"
             )
-        if self.hot_rows > MAX_HOT_ROWS:
-            raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
+        if self.row_cache_rows > MAX_ROW_CACHE_ROWS:
+            raise ValueError(
+                f"row_cache_rows must be at most {MAX_ROW_CACHE_ROWS}, got {self.row_cache_rows}"
+            )
 
     @property
     def has_host_tier(self) -> bool:
@@ -90,7 +93,7 @@ class KVGeometry:
     @property
     def reads_host(self) -> bool:
         """Whether steps read pages that are not on the device."""
-        return self.hot_rows > 0
+        return self.row_cache_rows > 0
 
     @property
     def num_layers(self) -> int:
@@ -128,9 +131,9 @@ class KVGeometry:
         return self.max_pages_per_sequence * self.rows_per_device
 
     @property
-    def hot_pages(self) -> int:
-        """Device pages that a sequence's hot rows take."""
-        return -(-self.hot_rows // self.rows_per_device)
+    def row_cache_pages(self) -> int:
+        """Device pages that a sequence's row-cache rows take."""
+        return -(-self.row_cache_rows // self.rows_per_device)
 
     @property
     def page_bytes(self) -> int:
@@ -148,17 +151,20 @@ class KVGeometry:
         return (self.page_bytes + self.index_page_bytes) // self.rows_per_page
 
     @property
-    def hot_row_bytes(self) -> int:
-        """Bytes of one hot row, all layers: every index group has a row there of its own."""
+    def row_cache_row_bytes(self) -> int:
+        """Bytes of one row-cache row, all layers: every index group has a row there of its own."""
         return self.num_layers * self.row_format.row_bytes
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes on all devices that hold no row: page maps, selection counts and hot-row maps."""
+        """Bytes on all devices that hold no row: page maps, selection counts and row-cache maps."""
         if not self.has_host_tier:
             return self.num_devices * 8 * self.num_pages
-        hot = self.num_index_layers * 8 * self.hot_rows + 2 * self.sequence_rows * self.reads_host
-        slots = self.max_sequences * (hot + 4 * self.hot_pages + 4 * _NUM_READS)
+        hot = (
+            self.num_index_layers * 8 * self.row_cache_rows
+            + 2 * self.sequence_rows * self.reads_host
+        )
+        slots = self.max_sequences * (hot + 4 * self.row_cache_pages + 4 * _NUM_READS)
         staging = 4 * max(self.staging_pages, 1)
         return self.num_devices * (slots + 12 * self.num_pages + staging)
 

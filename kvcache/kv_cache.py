@@ -30,7 +30,7 @@ class KVCache[DeviceT: CacheDevice]:
     Args:
         geometry: sizes of the store.
         device: what executes the changes.
-        most_step_rows: most rows of one sequence in a step.
+        max_step_rows: most rows of one sequence in a step.
         with_hidden: the steps continue from the hidden state of a sequence's last token, which is
             not cached: of a prompt that is cached, that token is computed again.
 
@@ -48,7 +48,7 @@ class KVCache[DeviceT: CacheDevice]:
         geometry: KVGeometry,
         device: DeviceT,
         *,
-        most_step_rows: int,
+        max_step_rows: int,
         with_hidden: bool = False,
     ) -> None:
         self.geometry = geometry
@@ -62,7 +62,7 @@ class KVCache[DeviceT: CacheDevice]:
             device_pages=geometry.device_pages,
             host_pages=geometry.host_pages,
             max_sequences=geometry.max_sequences,
-            hot_pages=geometry.hot_pages,
+            row_cache_pages=geometry.row_cache_pages,
             staging_pages=geometry.staging_pages,
             moves=self.moves,
             referenced=lambda: self.pool.referenced,
@@ -76,7 +76,7 @@ class KVCache[DeviceT: CacheDevice]:
         self._rows_left = [0] * geometry.max_sequences
         self._new_tokens: list[list[int]] = [[] for _ in range(geometry.max_sequences)]
         self._admission = Admission(
-            geometry, self.pool, self.residency, self._running.values(), most_step_rows
+            geometry, self.pool, self.residency, self._running.values(), max_step_rows
         )
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
         self._policy = PagePolicy(geometry, device, self.residency, self.pool)
@@ -96,7 +96,7 @@ class KVCache[DeviceT: CacheDevice]:
 
     def reserved_pages(self, slot: int) -> int:
         """Pages that the sequence in a slot has or is promised: no more come free when it ends."""
-        return max(len(self._running[slot].pages), self._running[slot].promised_pages)
+        return max(len(self._running[slot].pages), self._running[slot].reserved_pages)
 
     def length(self, slot: int) -> int:
         """Tokens of the sequence in a slot whose rows are computed."""
@@ -110,7 +110,7 @@ class KVCache[DeviceT: CacheDevice]:
         self,
         slot: int,
         token_ids: Sequence[int],
-        promised_tokens: int,
+        reserved_tokens: int,
         *,
         use_prefix: bool = True,
         spare_pages: int = 0,
@@ -120,7 +120,7 @@ class KVCache[DeviceT: CacheDevice]:
         Args:
             slot: the slot.
             token_ids: its prompt.
-            promised_tokens: tokens that it is promised room for, at least its prompt.
+            reserved_tokens: tokens that it is promised room for, at least its prompt.
             use_prefix: continue cached pages that hold the beginning of the prompt, and cache the
                 sequence's own.
             spare_pages: pages to leave for those that run.
@@ -132,12 +132,12 @@ class KVCache[DeviceT: CacheDevice]:
         Raises:
             OutOfPagesError: too few pages, or places on the device, are free. Nothing has changed.
         """
-        promised_pages = self.geometry.pages_for(promised_tokens)
+        reserved_pages = self.geometry.pages_for(reserved_tokens)
         if use_prefix:
-            found = self._find(token_ids, promised_pages, spare_pages)
+            found = self._find(token_ids, reserved_pages, spare_pages)
         else:
             found = PrefixMatch()
-            self._admission.check(len(token_ids), promised_pages, found, spare_pages)
+            self._admission.check(len(token_ids), reserved_pages, found, spare_pages)
         self.tick()
         publication = self.index.acquire(found, self._clock)
         rows_per_page = self._rows_per_page
@@ -146,7 +146,7 @@ class KVCache[DeviceT: CacheDevice]:
         sequence = RunningSequence(
             known if isinstance(known, list) else list(known),
             list(found.pages),
-            promised_pages,
+            reserved_pages,
             publication if use_prefix else None,
             [],
             CacheCounters(cached_tokens=found.num_tokens),
@@ -228,12 +228,12 @@ class KVCache[DeviceT: CacheDevice]:
             self._pins.keep(sequence, sequence.pages[sealed:full])
         self._publish(slot, sequence, partial=prompt_complete)
 
-    def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
+    def close(self, slot: int, *, preempted: bool = False) -> CacheCounters:
         """Ends a sequence; its pages stay as cached prefix as long as there is room for them.
 
         Args:
             slot: the slot.
-            parked: the sequence comes back as soon as there is room for it.
+            preempted: the sequence comes back as soon as there is room for it.
 
         Returns:
             What was counted for it here: its reads come with its launches (`note_reads`).
@@ -252,7 +252,7 @@ class KVCache[DeviceT: CacheDevice]:
             if self.residency.state(page) is PageState.TAIL and self.pool.is_cached(page):
                 self.residency.seal(page)
         self._tables.forget(slot)
-        self.index.release(sequence.pages, self._clock, due=self._clock if parked else None)
+        self.index.release(sequence.pages, self._clock, due=self._clock if preempted else None)
         if self.geometry.has_host_tier:
             self._policy.close(slot, sequence.pages)
         self.total += sequence.counters
@@ -288,7 +288,7 @@ class KVCache[DeviceT: CacheDevice]:
         self._tables.warm_up()
         self.moves.launch()
         if self.geometry.reads_host:
-            self.device.cool()
+            self.device.decay()
 
     def drop_cached(self) -> bool:
         """Drops the cached pages that no sequence uses.
@@ -401,11 +401,11 @@ class KVCache[DeviceT: CacheDevice]:
         self._tables.add_page(slot, index, page)
         self.pool.release(own)
         if self.residency.state(page) is PageState.HOST:
-            self.residency.restore(page)
+            self.residency.onload(page)
         if pinned:
             self._pins.add(sequence, page)
 
-    def _find(self, token_ids: Sequence[int], promised_pages: int, spare_pages: int) -> PrefixMatch:
+    def _find(self, token_ids: Sequence[int], reserved_pages: int, spare_pages: int) -> PrefixMatch:
         """The cached prefix to continue, with a page to copy only if there is room for both.
 
         Raises:
@@ -415,14 +415,14 @@ class KVCache[DeviceT: CacheDevice]:
         if self._with_hidden:
             found = found.cut_short(self.geometry.rows_per_page)
         try:
-            self._admission.check(len(token_ids), promised_pages, found, spare_pages)
+            self._admission.check(len(token_ids), reserved_pages, found, spare_pages)
         except OutOfPagesError:
             if found.partial is None:
                 raise
             # The page that it would copy may be the one that it needs.
             whole = 0 if self._with_hidden else len(found.pages) * self.geometry.rows_per_page
             found = self.index.match(token_ids, whole)
-            self._admission.check(len(token_ids), promised_pages, found, spare_pages)
+            self._admission.check(len(token_ids), reserved_pages, found, spare_pages)
         return found
 
     def _on_change(self, page: int, old: PageState, new: PageState) -> None:
@@ -430,7 +430,7 @@ class KVCache[DeviceT: CacheDevice]:
         if new is PageState.HOST:
             self._policy.note_spilled(slots)
         if old is PageState.DIRTY and new is PageState.CLEAN:
-            counted = CacheCounters(cleaned_pages=1, cleaned_bytes=self.geometry.page_bytes)
+            counted = CacheCounters(offloaded_pages=1, offloaded_bytes=self.geometry.page_bytes)
             if slots:
                 self._running[min(slots)].counters += counted
             else:

@@ -27,7 +27,7 @@ class Pins:
         self.add(sequence, *sequence.pages)
         for page in sequence.pages:
             if self._residency.state(page) is PageState.HOST:
-                self._residency.restore(page)
+                self._residency.onload(page)
 
     def keep(self, sequence: RunningSequence, pages: Sequence[int]) -> None:
         """Pins pages that are full now, or the last of them in place of the one before."""

@@ -54,7 +54,7 @@ def from_pages(
 
 
 class PrefixImport:
-    """Rows of a prefix on their way into a cache. Several may be under way at once.
+    """Rows of a prefix in flight into a cache. Several may be in flight at once.
 
     Ends with `finish`, after which prompts that begin with the prefix find it, or with `abort`,
     which leaves no trace; as a context manager it aborts what is not finished.
@@ -142,8 +142,8 @@ class PrefixImport:
     def _fill(
         self,
         pages: Sequence[int],
-        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
-        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+        rows: Shaped[np.ndarray, "max_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "max_pages rows_per_page index_layers index_width"],
     ) -> None:
         """Writes pages, to the device while there is room to spare and else to the host."""
         geometry, residency = self._cache.geometry, self._cache.residency

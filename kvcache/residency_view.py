@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 
 from kvcache.device.device_state import DeviceState
 from kvcache.kv_cache import KVCache
-from kvcache.tiers.page_states import NO_PLACE
+from kvcache.tiers.page_states import NO_PAGE_INDEX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,14 @@ def view_sequence(cache: KVCache[DeviceState], slot: int) -> ResidencyView:
         slot: a slot with a sequence.
     """
     pages = cache.pages_of(slot)
-    on_device = np.array([cache.residency.device_place(page) != NO_PLACE for page in pages], bool)
+    on_device = np.array(
+        [cache.residency.device_page_index(page) != NO_PAGE_INDEX for page in pages], bool
+    )
     row_cache = np.zeros(len(pages), np.int64)
     host = cache.device.store.host
-    leased = cache.residency.hot_places(slot) and slot not in cache.residency.changed_leases
+    leased = cache.residency.leased_row_cache(slot) and slot not in cache.residency.changed_leases
     if host is not None and leased:
-        held = np.asarray(host.hot_row[slot])
+        held = np.asarray(host.row_cache_row[slot])
         held = held[held >= 0] // cache.geometry.rows_per_device
         np.add.at(row_cache, held, 1)
     return ResidencyView(on_device, row_cache)

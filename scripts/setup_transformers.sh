@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .cache/transformers, the environment that benchmarks/against_transformers.py compares with.
+# Makes .cache/transformers, the environment that benchmarks/cpu/against_transformers.py compares with.
 # Does nothing when it is up to date. Set PYTHON to choose the interpreter: the project's own is the
 # default, and any that has a build of torch will do.
 set -euo pipefail

@@ -18,8 +18,8 @@ from glm53.tokenizer import Tokenizer
 from serving.llm import LLM
 from serving.openai_protocol import ROUTES, APIRequest, RequestError, is_unicode, read_json
 from serving.openai_protocol.common import Respond
+from serving.requests.input_processor import Prompt
 from serving.requests.outputs import RequestOutput
-from serving.requests.reader import Prompt
 from serving.requests.sampling_params import SamplingParams
 
 MAX_LINE_BYTES = 32 << 20
@@ -246,7 +246,7 @@ class _Row:
 
 
 class _Batch:
-    """The lines of a batch on their way to rows.
+    """The lines of a batch in flight to rows.
 
     Attributes:
         rows: where the rows go.

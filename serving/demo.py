@@ -83,7 +83,7 @@ def _ask(engine: Engine, document: str, needle: dict[str, Any]) -> list[Sample]:
     message = {"role": "user", "content": f"{document}\n{needle['question']}"}
     prompt = chat.render([message], add_generation_prompt=True)
     params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
-    request = engine.reader.read("demo", prompt, params)
+    request = engine.input_processor.read("demo", prompt, params)
     num_tokens = len(request.continuations[0].token_ids)
     pages = engine.runner.geometry.pages_for(num_tokens)
     print()
@@ -132,9 +132,9 @@ def _cached(num_tokens: int) -> str:
 
 def _rows_read(counters: CacheCounters) -> str:
     return (
-        f"{counters.resident_reads:,} resident, {counters.hot_reads:,} hot, "
+        f"{counters.resident_reads:,} resident, {counters.row_cache_reads:,} hot, "
         f"{counters.staged_reads:,} staged, {counters.host_reads:,} in host memory; "
-        f"pages moved to host memory: {counters.cleaned_pages:,}"
+        f"pages moved to host memory: {counters.offloaded_pages:,}"
     )
 
 

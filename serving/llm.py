@@ -27,8 +27,7 @@ from serving.options.engine_options import (
     KVPolicy,
 )
 from serving.options.other_names import ENGINE_NAMES, explain_unknown_names
-from serving.requests.outputs import RequestOutput, failed_output
-from serving.requests.reader import (
+from serving.requests.input_processor import (
     Params,
     Prompt,
     Prompts,
@@ -36,6 +35,7 @@ from serving.requests.reader import (
     prompt_text,
     spread_params,
 )
+from serving.requests.outputs import RequestOutput, failed_output
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
 
@@ -64,7 +64,7 @@ class LLM:
         device_pages: pages of the store on the devices.
         host_memory_gib: host memory for pages that the devices have no room for.
         kv_policy: "hybrid", "resident" or "swap".
-        hot_rows: rows of pages in host memory that a sequence keeps on each device.
+        row_cache_rows: rows of pages in host memory that a sequence keeps on each device.
         memory_fraction: share of each device's memory for weights and store.
         warm_up: compile everything now, rather than each part when it is first used.
 
@@ -97,7 +97,7 @@ class LLM:
         device_pages: int | None = None,
         host_memory_gib: float | int | None = None,
         kv_policy: KVPolicy = "hybrid",
-        hot_rows: int | None = None,
+        row_cache_rows: int | None = None,
         memory_fraction: float | int = MEMORY_FRACTION,
         warm_up: bool = False,
     ) -> None:
@@ -115,7 +115,7 @@ class LLM:
             device_pages=device_pages,
             host_memory_gib=host_memory_gib,
             kv_policy=kv_policy,
-            hot_rows=hot_rows,
+            row_cache_rows=row_cache_rows,
             memory_fraction=memory_fraction,
         )
         self._shared = SharedEngine(options, warm_up=warm_up)
@@ -139,7 +139,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters has: the model's own choices, and else the defaults."""
-        return SamplingParams().filled(self._engine.reader.generation_config.sampling)
+        return SamplingParams().filled(self._engine.input_processor.generation_config.sampling)
 
     def close(self) -> None:
         """Ends all that runs and frees the memory of weights and KV store, on the devices and in
@@ -354,7 +354,7 @@ class LLM:
 
     def _check_prefix_caching(self, what: str) -> None:
         self._shared.check_usable()
-        if not self._engine.reader.enable_prefix_caching:
+        if not self._engine.input_processor.enable_prefix_caching:
             raise ValueError(f"{what} needs enable_prefix_caching=True")
 
     def _read_all(
@@ -375,7 +375,7 @@ class LLM:
     ) -> Request | RequestOutput:
         request_id = str(next(self._request_numbers))
         try:
-            return self._engine.reader.read(request_id, prompt, params)
+            return self._engine.input_processor.read(request_id, prompt, params)
         except (ValueError, TypeError) as error:
             if on_error == "raise":
                 # Not the error's own type, which may need other arguments.

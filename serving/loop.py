@@ -19,7 +19,7 @@ from serving.engine_access import EngineAccess
 from serving.errors import EngineDeadError, describe_error, drop_tracebacks
 from serving.options.engine_options import EngineOptions
 from serving.options.other_names import ENGINE_NAMES, explain_unknown_names
-from serving.requests.reader import Prompt
+from serving.requests.input_processor import Prompt
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
 from serving.requests.stream import RequestStream
@@ -103,7 +103,7 @@ class ServingLoop:
             prompt: text, token ids, or a dict with `prompt`, `prompt_token_ids` or `messages`, as
                 for `LLM`.
             params: how to continue it; None is the defaults.
-            priority: higher goes first, and is parked last.
+            priority: higher goes first, and is preempted last.
             request_id: its name; None gives it one that is new.
 
         Returns:
@@ -118,7 +118,7 @@ class ServingLoop:
         if not isinstance(request_id, str | None):
             raise TypeError(f"request_id must be text, got {request_id!r}")
         params = SamplingParams() if params is None else params
-        request = self._engine.reader.read(request_id or "", prompt, params, priority)
+        request = self._engine.input_processor.read(request_id or "", prompt, params, priority)
         with self._inbox:
             self._check_open()
             self._engine.check_alive()

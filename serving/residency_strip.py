@@ -25,7 +25,7 @@ _BACKGROUNDS = {_HOST: 100, _CACHED: 43, _DEVICE: 44}
 _NO_COLOUR = "\x1b[0m"
 
 _RGB = {_NEVER: (255, 255, 255), _HOST: (214, 214, 214), _DEVICE: (31, 84, 168)}
-_FEWEST_CACHED, _MOST_CACHED = np.array((255, 205, 130)), np.array((196, 78, 0))
+_MIN_CACHED, _MAX_CACHED = np.array((255, 205, 130)), np.array((196, 78, 0))
 """Of a page with the fewest and with the most rows in the row cache."""
 
 
@@ -111,7 +111,7 @@ def save_plot(parts: Sequence[tuple[str, Sequence[Sample]]], path: Path) -> None
         axes.grid(axis="y", which="minor", color="white")
         axes.tick_params(which="both", length=0)
     panels[-1].set_xlabel("page of the context")
-    colours = _RGB | {_CACHED: tuple((_FEWEST_CACHED + _MOST_CACHED) // 2)}
+    colours = _RGB | {_CACHED: tuple((_MIN_CACHED + _MAX_CACHED) // 2)}
     patches = [
         Patch(color="#" + bytes(colours[kind]).hex(), label=name)
         for kind, name in (_NAMES | {_CACHED: _NAMES[_CACHED] + _SHADES}).items()
@@ -129,7 +129,7 @@ def strip_image(
     for row, view in zip(image, views, strict=True):
         pages = row[: len(view.on_device)]
         kinds, share = _kinds(view), (view.row_cache / max(most, 1))[:, None]
-        pages[:] = _FEWEST_CACHED + share * (_MOST_CACHED - _FEWEST_CACHED)
+        pages[:] = _MIN_CACHED + share * (_MAX_CACHED - _MIN_CACHED)
         for kind in (_HOST, _DEVICE):
             pages[kinds == kind] = _RGB[kind]
     return image

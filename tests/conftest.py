@@ -7,7 +7,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 # Compiling takes most of the time: this saves a third of it, and costs short runs little.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_extra_options=xla_cpu_optimize_for_size,xla_cpu_disable_loop_unrolling"
-    " --xla_cpu_parallel_codegen_split_count=1" + os.environ.get("XF", "")
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
 # Compiled steps are kept between runs; a step is compiled again only when its program changes.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "jax")

@@ -28,7 +28,7 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 _HEADER_LIMIT = 100_000_000
-_MOST_AXES = 8
+_MAX_AXES = 8
 
 
 class StoredTensor(NamedTuple):
@@ -118,7 +118,7 @@ def _entry(name: str, entry: Any, base: int) -> StoredTensor:
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {_short(dtype)}")
-    if not _are_sizes(shape, most=_MOST_AXES):
+    if not _are_sizes(shape, most=_MAX_AXES):
         raise ValueError(f"{name} has shape {_short(shape)}")
     if not _are_sizes(offsets, most=2) or len(offsets) != 2:
         raise ValueError(f"{name} has data_offsets {_short(offsets)}")

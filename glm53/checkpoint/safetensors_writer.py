@@ -18,7 +18,7 @@ from glm53.checkpoint.safetensors_file import DTYPES
 from glm53.model.config import GLMConfig
 from glm53.terminal import terminal_columns
 
-MOST_FILE_BYTES = 5_000_000_000
+MAX_FILE_BYTES = 5_000_000_000
 """Size of a file, its header included; a tensor that is larger has a file of its own."""
 
 _PREFIX_BYTES = 8
@@ -60,10 +60,10 @@ def _split(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
     shards: list[list[TensorSpec]] = []
     free = 0
     for spec in specs:
-        size = spec.num_bytes + _most_entry_bytes(spec)
+        size = spec.num_bytes + _max_entry_bytes(spec)
         if not shards or size > free:
             shards.append([])
-            free = MOST_FILE_BYTES - _PREFIX_BYTES - len(_header([]))
+            free = MAX_FILE_BYTES - _PREFIX_BYTES - len(_header([]))
         shards[-1].append(spec)
         free -= size
     # Widest first, so that every tensor is aligned to its numbers.
@@ -84,9 +84,9 @@ def _entry(spec: TensorSpec, start: int) -> dict[str, object]:
     }
 
 
-def _most_entry_bytes(spec: TensorSpec) -> int:
+def _max_entry_bytes(spec: TensorSpec) -> int:
     """Upper bound of a tensor's part of a header, wherever it lies in a file."""
-    return len(json.dumps({spec.name: _entry(spec, MOST_FILE_BYTES)}))
+    return len(json.dumps({spec.name: _entry(spec, MAX_FILE_BYTES)}))
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

@@ -69,7 +69,7 @@ _INDEXER_TYPES = ("full", "shared")
 _MLP_LAYER_TYPES = ("dense", "sparse")
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ def _is_int(value: object) -> TypeGuard[int]:
 def _check_size(name: str, value: object) -> None:
     if not _is_int(value) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    most = _MOST_LAYERS if name == "num_hidden_layers" else _INT32_MAX
+    most = _MAX_LAYERS if name == "num_hidden_layers" else _INT32_MAX
     if value > most:
         raise ValueError(f"{name} must be at most {most}, got {value!r}")
 

@@ -20,15 +20,15 @@ from glm53.model.rope import rope_angles
 from glm53.model.row_tiles import map_row_tiles
 from kvcache.device.pytree import pytree_dataclass
 from kvcache.device.resolve import (
-    MOST_ROWS_TO_RESOLVE,
+    MAX_ROWS_TO_RESOLVE,
     StagedPages,
-    find_selected,
-    hot_row_scores,
+    resolve_selection,
+    score_row_cache,
     stage_layer,
 )
 from kvcache.device.store import MESH_AXIS, KVStore, append_index_keys, append_rows
 from kvcache.geometry import KVGeometry
-from pallas_kernels.common.implementation import chosen
+from pallas_kernels.common.implementation import default_implementation
 from pallas_kernels.index_scores import MAX_SEQUENCES, batched_index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
 from pallas_kernels.sparse_attention import sparse_attention
@@ -159,7 +159,9 @@ class Forward:
 
         # Kernels mean a GPU, where a branch would wait for the host. On a CPU it saves a third of
         # the compile time.
-        state, traced = run_layers(layers, run, state, one_body=chosen() == "reference")
+        state, traced = run_layers(
+            layers, run, state, single_scan=default_implementation() == "reference"
+        )
         hidden, store, _ = state
         hidden = map_row_tiles(self.model.norm.bind(), hidden)
         return hidden, store, LayerTrace(*traced) if traced else None
@@ -247,10 +249,11 @@ class Forward:
             array = array.reshape(num_groups, -1, *array.shape[2:])[:, :num_rows]
             return array.reshape(-1, *array.shape[2:])
 
-        host = store.host if num_rows <= MOST_ROWS_TO_RESOLVE else None
+        host = store.host if num_rows <= MAX_ROWS_TO_RESOLVE else None
 
         def select(batch: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            """[batch, together, ...] each to the best [batch, together, k] and hot rows' scores."""
+            """[batch, together, ...] each to the best [batch, together, k] and row-cache rows'
+            scores."""
             query, weights, positions, pages, slots = batch
             num_keys = jnp.max(positions, axis=1) // geometry.num_devices + 1
             scores = batched_index_scores(
@@ -273,19 +276,19 @@ class Forward:
             best = tuple(each.reshape(*positions.shape, -1) for each in best)
             if host is None:
                 return best
-            score_hot_rows = partial(hot_row_scores, host, index.index_layer)
+            score_entries = partial(score_row_cache, host, index.index_layer)
             by_sequence = (slots, positions, scores)
-            return *best, lax.map(lambda sequence: score_hot_rows(*sequence), by_sequence)
+            return *best, lax.map(lambda sequence: score_entries(*sequence), by_sequence)
 
         tables = jnp.repeat(self.rows.block_tables, chunks, axis=0)
         slots = jnp.repeat(self.rows.slots, chunks)
         chunked = (split(query, 0), split(weights, 0), split(self.positions, -1), tables, slots)
         most = min(max(1, _SCORE_BYTES // (4 * together * num_local)), MAX_SEQUENCES)
-        scores, positions, *hot_scores = _map_batches(select, chunked, most)
+        scores, positions, *row_cache_scores = _map_batches(select, chunked, most)
         scores, positions = join(scores), join(positions)
         best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
         grouped = best.reshape(num_groups, num_rows, -1)
-        store, row_ids, staged = find_selected(
+        store, row_ids, staged = resolve_selection(
             store,
             geometry,
             index.index_layer,
@@ -293,7 +296,7 @@ class Forward:
             self.rows.slots,
             self.rows.block_tables,
             grouped,
-            hot_scores[0] if hot_scores else None,
+            row_cache_scores[0] if row_cache_scores else None,
             self.device,
         )
         return store, Selection(best, row_ids.reshape(best.shape), staged)

@@ -20,7 +20,7 @@ def kv_geometry(
     rows_per_device: int = 64,
     with_mtp: bool = False,
     host_pages: int = 0,
-    hot_rows: int = 0,
+    row_cache_rows: int = 0,
     staging_pages: int = 0,
 ) -> KVGeometry:
     """Sizes of a store.
@@ -35,7 +35,7 @@ def kv_geometry(
         rows_per_device: rows of a page on one device.
         with_mtp: keep the MTP layer's rows and index keys too.
         host_pages: pages of the host tier; without it every page stays on the device.
-        hot_rows: rows that a sequence may keep on each device of pages that are not there.
+        row_cache_rows: rows that a sequence may keep on each device of pages that are not there.
         staging_pages: device pages that a prefill may borrow for such pages.
 
     Raises:
@@ -47,7 +47,7 @@ def kv_geometry(
         group_layers=index_groups(config) + (1,) * mtp_layers,
         device_pages=device_pages,
         host_pages=host_pages,
-        hot_rows=hot_rows,
+        row_cache_rows=row_cache_rows,
         staging_pages=staging_pages,
         num_devices=num_devices,
         max_sequences=max_sequences,

@@ -97,7 +97,7 @@ def run_layers[State, Output](
     run: Callable[[LayerIndex, State], tuple[State, Output]],
     state: State,
     *,
-    one_body: bool,
+    single_scan: bool,
 ) -> tuple[State, Output]:
     """Runs layers one after another.
 
@@ -105,13 +105,13 @@ def run_layers[State, Output](
         layers: the layers.
         run: from a layer and the state before it to the state after it and an output.
         state: what the first layer is given.
-        one_body: whether all layers are one loop that is compiled once and branches by their kinds,
-            instead of a loop for each repeated pattern, where kinds are known when tracing.
+        single_scan: whether all layers are one loop that is compiled once and branches by their
+            kinds, instead of a loop for each repeated pattern, where kinds are known when tracing.
 
     Returns:
         The last state, and the layers' outputs, stacked along a new first axis.
     """
-    if one_body:
+    if single_scan:
 
         def run_any(state: State, number: jax.Array) -> tuple[State, Output]:
             return run(_any_layer(layers, number), state)

@@ -148,12 +148,12 @@ class ExpertDispatch:
 
     def __init__(self, experts: Int[Array, " pairs"], num_experts: int) -> None:
         pairs = experts.shape[0]
-        most_tiles = (pairs + min(num_experts, pairs) * (ROW_TILE - 1)) // ROW_TILE
-        self.num_places = most_tiles * ROW_TILE
+        max_tiles = (pairs + min(num_experts, pairs) * (ROW_TILE - 1)) // ROW_TILE
+        self.num_places = max_tiles * ROW_TILE
         counts = jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop")
         tiles = -(-counts // ROW_TILE)
         self.tiles_end = jnp.cumsum(tiles, dtype=jnp.int32)
-        tile_numbers = jnp.arange(most_tiles)[:, None]
+        tile_numbers = jnp.arange(max_tiles)[:, None]
         self.tile_expert = jnp.sum(tile_numbers >= self.tiles_end, axis=1, dtype=jnp.int32)
         first_place = (self.tiles_end - tiles) * ROW_TILE
         first_pair = jnp.cumsum(counts) - counts

@@ -19,11 +19,11 @@ from glm53.model.forward import Forward, LayerTrace, Rows, Selection, head_logit
 from glm53.model.mtp import MTPLayer
 from glm53.model.params import GLMModel, abstract_model
 from glm53.model.sharding import check_mesh, parameter_specs
-from kvcache.device.pytree import holding, pytree_dataclass
+from kvcache.cache_compiled import cache_compiled
+from kvcache.device.pytree import make_unchecked, pytree_dataclass
 from kvcache.device.sequence_state import SequenceState
 from kvcache.device.store import MESH_AXIS, KVStore, in_host, on_device
 from kvcache.geometry import KVGeometry
-from kvcache.per_engine import per_engine
 from pallas_kernels.common.compiler_options import gpu_options
 
 # A step compiles in three quarters of the time, and runs no slower.
@@ -68,7 +68,7 @@ class StepOutput:
     trace: LayerTrace | None
 
 
-STEP_OUTPUT = holding(
+STEP_OUTPUT = make_unchecked(
     StepOutput,
     next_token=_EVERYWHERE,
     logits=_EVERYWHERE,
@@ -295,5 +295,5 @@ class Steps:
         return Rows(jnp.where(counted, positions, -1), slots, tables), readable
 
 
-compiled_steps = per_engine(Steps)
+compiled_steps = cache_compiled(Steps)
 """`Steps` that are shared by all engines of the same config, geometry and mesh in a process."""

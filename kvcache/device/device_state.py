@@ -65,26 +65,26 @@ class DeviceState(CacheDevice):
         self.store = self._transitions.move(self.store, moves)
 
     def lease(
-        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots hot_pages"]
+        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots row_cache_pages"]
     ) -> None:
         """See `CacheDevice`."""
         self.store = self._transitions.lease(self.store, slots, places)
 
-    def borrow(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
+    def set_staging_pages(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
         """See `CacheDevice`."""
-        self.store = self._transitions.borrow(self.store, places)
+        self.store = self._transitions.set_staging_pages(self.store, places)
 
-    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
+    def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """See `CacheDevice`."""
-        self.store, selections = self._transitions.cool(self.store)
+        self.store, selections = self._transitions.decay(self.store)
         selections.copy_to_host_async()
         return lambda: np.asarray(selections)
 
     def write(
         self,
-        pages: Int32[np.ndarray, " most_pages"],
-        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
-        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+        pages: Int32[np.ndarray, " max_pages"],
+        rows: Shaped[np.ndarray, "max_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "max_pages rows_per_page index_layers index_width"],
     ) -> None:
         """See `CacheDevice`."""
         self.store = self._transitions.write(self.store, pages, rows, keys)

@@ -14,35 +14,36 @@ READS = ("resident", "hot", "staged", "host", "missed", "layer_rows_staged")
 
 @pytree_dataclass
 class HostTier:
-    """Host pages, the hot rows of each sequence slot, and counts of what steps read.
+    """Host pages, the row-cache rows of each sequence slot, and counts of what steps read.
 
-    An index group's hot rows lie in its own layers of the leased pages, so one lease serves all
-    groups. Each device has its own hot rows and counts: the last axis of the fields that say so is
-    as many entries a device.
+    An index group's row-cache rows lie in its own layers of the leased pages, so one lease serves
+    all groups. Each device has its own row-cache rows and counts: the last axis of the fields that
+    say so is as many entries a device.
 
     Attributes:
         slab: MLA rows [host_pages, rows_per_page, layers, width], sharded on rows_per_page: a row's
             layers lie side by side, so that a missed row of any index group is one burst.
-        hot_page: int32 [slots, hot_pages], leased device pages, -1 where a slot has no lease.
-        hot_row: int32 [slots, groups, hot_rows by device], the row of its sequence on this device
-            that each holds, -1 none.
-        hot_mean: float32 likewise, running mean of its index scores, NaN before the first.
-        hot_slot: int16 [slots, sequence_rows by device], by row of the sequence the hot row that
-            may hold it; `hot_row` tells. Serves one group after another.
+        row_cache_page: int32 [slots, row_cache_pages], leased device pages, -1 where a slot has no
+            lease.
+        row_cache_row: int32 [slots, groups, row_cache_rows by device], the row of its sequence on
+            this device that each holds, -1 none.
+        row_cache_mean: float32 likewise, running mean of its index scores, NaN before the first.
+        row_cache_entry: int16 [slots, sequence_rows by device], by row of the sequence the
+            row-cache row that may hold it; `row_cache_row` tells. Serves one group after another.
         staging_page: int32 [staging_pages], device pages that a prefill may write host pages to,
             -1 beyond the last.
         selections: float32 [pages by device], decayed count of selections of a page's rows.
         reads: int32 [slots, len(READS) by device], selected rows by where they were found (resident
-            page, hot row, staged in this step, host memory in place), rows that were on no page of
-            the device and not hot, which hot rows count once a step, and rows staged, each layer
-            counted. Modulo 2**32.
+            page, row-cache row, staged in this step, host memory in place), rows that were on no
+            page of the device and not hot, which row-cache rows count once a step, and rows staged,
+            each layer counted. Modulo 2**32.
     """
 
     slab: Shaped[Array, "host_pages rows_per_page layers width"]
-    hot_page: Int[Array, "slots hot_pages"]
-    hot_row: Int[Array, "slots groups hot"]
-    hot_mean: Float[Array, "slots groups hot"]
-    hot_slot: Int[Array, "slots context"]
+    row_cache_page: Int[Array, "slots row_cache_pages"]
+    row_cache_row: Int[Array, "slots groups hot"]
+    row_cache_mean: Float[Array, "slots groups hot"]
+    row_cache_entry: Int[Array, "slots context"]
     staging_page: Int[Array, " staging"]
     selections: Float[Array, " pages"]
     reads: Int[Array, "slots reads"]
@@ -57,10 +58,10 @@ class HostTier:
         )
         row = geometry.row_format
         shape = (geometry.host_pages, geometry.rows_per_page, geometry.num_layers, row.width)
-        hot = (slots, groups, devices * geometry.hot_rows)
+        hot = (slots, groups, devices * geometry.row_cache_rows)
         return cls(
             jnp.zeros(shape, row.dtype),
-            jnp.full((slots, geometry.hot_pages), -1, jnp.int32),
+            jnp.full((slots, geometry.row_cache_pages), -1, jnp.int32),
             jnp.full(hot, -1, jnp.int32),
             jnp.full(hot, jnp.nan, jnp.float32),
             jnp.zeros((slots, devices * geometry.sequence_rows * geometry.reads_host), jnp.int16),
@@ -70,14 +71,15 @@ class HostTier:
         )
 
     def lease(
-        self, slots: Int[Array, " changes"], pages: Int[Array, "changes hot_pages"]
+        self, slots: Int[Array, " changes"], pages: Int[Array, "changes row_cache_pages"]
     ) -> "HostTier":
-        """Gives slots other hot pages, or none (-1), with nothing in them; slot -1 is padding."""
-        target = jnp.where(slots >= 0, slots, self.hot_page.shape[0])
+        """Gives slots other row-cache pages, or none (-1), with nothing in them; slot -1 is
+        padding."""
+        target = jnp.where(slots >= 0, slots, self.row_cache_page.shape[0])
         return dataclasses.replace(
             self,
-            hot_page=self.hot_page.at[target].set(pages, mode="drop"),
-            hot_row=self.hot_row.at[target].set(-1, mode="drop"),
+            row_cache_page=self.row_cache_page.at[target].set(pages, mode="drop"),
+            row_cache_row=self.row_cache_row.at[target].set(-1, mode="drop"),
         )
 
     def count(

@@ -30,24 +30,24 @@ class CacheDevice(Protocol):
         ...
 
     def lease(
-        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots hot_pages"]
+        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots row_cache_pages"]
     ) -> None:
-        """Gives slots places for their hot rows, or takes them away."""
+        """Gives slots places for their row-cache rows, or takes them away."""
         ...
 
-    def borrow(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
+    def set_staging_pages(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
         """Gives prefills places to stage pages on, in place of those they had."""
         ...
 
-    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
+    def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """Counts of selections by page, which are halved thereby: a call waits for them."""
         ...
 
     def write(
         self,
-        pages: Int32[np.ndarray, " most_pages"],
-        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
-        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+        pages: Int32[np.ndarray, " max_pages"],
+        rows: Shaped[np.ndarray, "max_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "max_pages rows_per_page index_layers index_width"],
     ) -> None:
         """Fills pages, wherever they lie."""
         ...
@@ -57,13 +57,13 @@ class SimulatedDevice(CacheDevice):
     """A device without bytes, for simulators and for timing the account alone.
 
     Attributes:
-        heat: float32 [pages], what `cool` tells before it halves it.
-        num_cooled: how often it did.
+        heat: float32 [pages], what `decay` tells before it halves it.
+        num_decays: how often it did.
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
         self.heat = np.zeros(geometry.num_pages, np.float32)
-        self.num_cooled = 0
+        self.num_decays = 0
 
     def assign_slot(self, slot: int, pages: Int32[np.ndarray, " max_pages"], length: int) -> None:
         """Nothing to assign."""
@@ -75,24 +75,24 @@ class SimulatedDevice(CacheDevice):
         """Nothing to move."""
 
     def lease(
-        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots hot_pages"]
+        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots row_cache_pages"]
     ) -> None:
         """No places to give."""
 
-    def borrow(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
+    def set_staging_pages(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
         """No places to give."""
 
-    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
+    def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """The heat that was set."""
         told = self.heat.copy()
         self.heat /= 2
-        self.num_cooled += 1
+        self.num_decays += 1
         return lambda: told
 
     def write(
         self,
-        pages: Int32[np.ndarray, " most_pages"],
-        rows: Shaped[np.ndarray, "most_pages rows_per_page layers width"],
-        keys: Shaped[np.ndarray, "most_pages rows_per_page index_layers index_width"],
+        pages: Int32[np.ndarray, " max_pages"],
+        rows: Shaped[np.ndarray, "max_pages rows_per_page layers width"],
+        keys: Shaped[np.ndarray, "max_pages rows_per_page index_layers index_width"],
     ) -> None:
         """Nowhere to write."""

@@ -14,15 +14,15 @@ class MoveList(NamedTuple):
     overwrites what another writes, so their order there does not matter.
 
     Attributes:
-        stores: int32 [n, 2], device place to host place.
-        loads: int32 [n, 2], host place to device place.
+        offloads: int32 [n, 2], device place to host place.
+        onloads: int32 [n, 2], host place to device place.
         copies: int32 [n, 2], device place to device place.
         key_copies: int32 [n, 2], page to page: index keys.
         maps: int32 [4n, 3], page and its new device place and host place, -1 for none.
     """
 
-    stores: Int32[np.ndarray, "n 2"]
-    loads: Int32[np.ndarray, "n 2"]
+    offloads: Int32[np.ndarray, "n 2"]
+    onloads: Int32[np.ndarray, "n 2"]
     copies: Int32[np.ndarray, "n 2"]
     key_copies: Int32[np.ndarray, "n 2"]
     maps: Int32[np.ndarray, "maps 3"]
@@ -31,13 +31,13 @@ class MoveList(NamedTuple):
 class PageMoves:
     """Queues moves and launches them with the effect of executing them one by one.
 
-    A launch executes all stores, then all loads, then all copies, then all key copies, then the
+    A launch executes all offloads, then all onloads, then all copies, then all key copies, then the
     changes of the maps. A move that this order would carry past one that it conflicts with (one of
     the two writes what the other reads or writes) launches what is queued before it. Such are:
 
-    - a store after a load from its host place or into its device place, after a copy into its
-      device place, or after a store to its host place;
-    - a load after a load into its device place, or a copy from or into it;
+    - an offload after an onload from its host place or into its device place, after a copy into its
+      device place, or after an offload to its host place;
+    - an onload after an onload into its device place, or a copy from or into it;
     - a copy after a copy into its source, or from or into its target; key copies likewise.
 
     Maps are read by steps only, and whoever launches a step, or writes rows by other means, flushes
@@ -45,8 +45,8 @@ class PageMoves:
     that belong to its moves are queued.
 
     Attributes:
-        pages_stored: stores queued so far.
-        pages_loaded: loads queued so far.
+        pages_queued_to_offload: offloads queued so far.
+        pages_queued_to_onload: onloads queued so far.
         pages_copied: copies queued so far, index keys not counted.
     """
 
@@ -65,38 +65,38 @@ class PageMoves:
         self._launch = launch
         self._size = size
         # By target, which is what no two moves of a list may share.
-        self._stores: dict[int, int] = {}
-        self._loads: dict[int, int] = {}
+        self._offloads: dict[int, int] = {}
+        self._onloads: dict[int, int] = {}
         self._copies: dict[int, int] = {}
         self._key_copies: dict[int, int] = {}
         self._maps: dict[int, tuple[int, int]] = {}
-        self.pages_stored = 0
-        self.pages_loaded = 0
+        self.pages_queued_to_offload = 0
+        self.pages_queued_to_onload = 0
         self.pages_copied = 0
 
-    def store(self, device_place: int, host_place: int) -> None:
+    def offload(self, device_page_index: int, host_page_index: int) -> None:
         """Queues a copy of a device place's rows to a host place.
 
         Raises:
             ValueError: a place is negative.
         """
         conflict = (
-            host_place in self._loads.values()
-            or device_place in self._loads
-            or device_place in self._copies
+            host_page_index in self._onloads.values()
+            or device_page_index in self._onloads
+            or device_page_index in self._copies
         )
-        self._queue(self._stores, device_place, host_place, conflict)
-        self.pages_stored += 1
+        self._queue(self._offloads, device_page_index, host_page_index, conflict)
+        self.pages_queued_to_offload += 1
 
-    def load(self, host_place: int, device_place: int) -> None:
+    def onload(self, host_page_index: int, device_page_index: int) -> None:
         """Queues a copy of a host place's rows to a device place.
 
         Raises:
             ValueError: a place is negative.
         """
-        conflict = device_place in self._copies or device_place in self._copies.values()
-        self._queue(self._loads, host_place, device_place, conflict)
-        self.pages_loaded += 1
+        conflict = device_page_index in self._copies or device_page_index in self._copies.values()
+        self._queue(self._onloads, host_page_index, device_page_index, conflict)
+        self.pages_queued_to_onload += 1
 
     def copy(self, source: int, target: int) -> None:
         """Queues a copy of a device place's rows to another device place.
@@ -116,7 +116,7 @@ class PageMoves:
         conflict = self._chained(self._key_copies, source, target)
         self._queue(self._key_copies, source, target, conflict)
 
-    def map_page(self, page: int, device_place: int, host_place: int) -> None:
+    def map_page(self, page: int, device_page_index: int, host_page_index: int) -> None:
         """Queues a page's new places, -1 for none, instead of any queued before.
 
         Raises:
@@ -126,17 +126,17 @@ class PageMoves:
             raise ValueError(f"page must not be negative, got {page}")
         if page not in self._maps and len(self._maps) == 4 * self._size:
             self.flush()
-        self._maps[page] = (device_place, host_place)
+        self._maps[page] = (device_page_index, host_page_index)
 
     def flush(self) -> None:
         """Launches what is queued, if anything."""
-        kinds = (self._stores, self._loads, self._copies, self._key_copies)
+        kinds = (self._offloads, self._onloads, self._copies, self._key_copies)
         if any(kinds) or self._maps:
             self.launch()
 
     def launch(self) -> None:
         """Launches what is queued, also if that is nothing."""
-        kinds = (self._stores, self._loads, self._copies, self._key_copies)
+        kinds = (self._offloads, self._onloads, self._copies, self._key_copies)
         maps = np.full((4 * self._size, 3), -1, np.int32)
         if self._maps:
             maps[: len(self._maps)] = [(page, *places) for page, places in self._maps.items()]

@@ -21,13 +21,13 @@ def pytree_dataclass[Class](cls: type[Class]) -> type[Class]:
         return [(key, getattr(tree, key.name)) for key in keys], None
 
     def unflatten(_: None, leaves: Any) -> Any:
-        return holding(frozen, **dict(zip(names, leaves, strict=True)))
+        return make_unchecked(frozen, **dict(zip(names, leaves, strict=True)))
 
     jax.tree_util.register_pytree_with_keys(frozen, flatten, unflatten)
     return frozen
 
 
-def holding[Class](cls: type[Class], **fields: object) -> Class:
+def make_unchecked[Class](cls: type[Class], **fields: object) -> Class:
     """An instance that holds other things than arrays, such as specs."""
     tree = object.__new__(cls)
     for name, value in fields.items():

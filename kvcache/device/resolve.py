@@ -1,8 +1,8 @@
 """Resolution of selected positions to physical rows; what is not on the device is staged.
 
-A step of a few rows a sequence keeps single rows of host pages in the sequence's hot rows. A longer
-one, which selects from nearly every page, borrows staging pages instead. What has room in neither
-is read in host memory, in place; so none of this changes an answer.
+A step of a few rows a sequence keeps single rows of host pages in the sequence's row-cache rows. A
+longer one, which selects from nearly every page, borrows staging pages instead. What has room in
+neither is read in host memory, in place; so none of this changes an answer.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from kvcache.device.host_tier import HostTier
 from kvcache.device.pytree import pytree_dataclass
-from kvcache.device.store import KVStore, locate_rows
+from kvcache.device.store import KVStore, translate_positions
 from kvcache.geometry import KVGeometry
-from pallas_kernels.common.implementation import chosen
+from pallas_kernels.common.implementation import default_implementation
 from pallas_kernels.resolve_rows import resolve_rows
 from pallas_kernels.stage_rows import stage_pages, stage_rows
 
-MOST_ROWS_TO_RESOLVE = 8
-"""Most rows of a sequence in a step that uses its hot rows: a token and its drafts."""
+MAX_ROWS_TO_RESOLVE = 8
+"""Most rows of a sequence in a step that uses its row-cache rows: a token and its drafts."""
 
 Scalar = int | Int[Array, ""]
 
@@ -52,7 +52,7 @@ class StagedPages:
         return cls(nothing, nothing, jnp.zeros((), jnp.int32))
 
 
-def find_selected(
+def resolve_selection(
     store: KVStore,
     geometry: KVGeometry,
     group: Scalar,
@@ -60,7 +60,7 @@ def find_selected(
     slots: Int[Array, " sequences"],
     block_tables: Int[Array, "sequences context_pages"],
     positions: Int[Array, "sequences rows k"],
-    hot_scores: Float[Array, "sequences hot"] | None,
+    row_cache_scores: Float[Array, "sequences hot"] | None,
     device: Int[Array, ""],
 ) -> tuple[KVStore, Int[Array, "sequences rows k"], StagedPages | None]:
     """Finds the rows that an index group selected, and stages what is not on the device.
@@ -73,26 +73,26 @@ def find_selected(
         slots: slot of each sequence, -1 for padding.
         block_tables: pages of each sequence.
         positions: selected positions; -1 is none.
-        hot_scores: what the step's index scores say of the sequences' hot rows, the best of its
-            rows; None in a step that does not use them.
+        row_cache_scores: what the step's index scores say of the sequences' row-cache rows, the
+            best of its rows; None in a step that does not use them.
         device: this device's place along the mesh axis.
 
     Returns:
-        The store, its hot rows up to date for all layers of the group; physical ids as
+        The store, its row-cache rows up to date for all layers of the group; physical ids as
         `sparse_attention` takes them, -1 for none and for other devices' positions; and the pages
         that each layer of the group must stage before it attends, None without a host tier.
     """
     flat = positions.reshape(positions.shape[0], -1)
     located, pages = (
         found.reshape(positions.shape)
-        for found in locate_rows(store, geometry, block_tables, flat, device)
+        for found in translate_positions(store, geometry, block_tables, flat, device)
     )
     host = store.host
     if host is None:
         return store, located, None
     layers = jnp.asarray(geometry.group_layers, jnp.int32)[group]
     on_host = located >= geometry.slab_rows
-    if hot_scores is not None:
+    if row_cache_scores is not None:
         store, host, row_ids, reads = _resolve(
             store,
             host,
@@ -101,7 +101,7 @@ def find_selected(
             slots,
             positions,
             located,
-            hot_scores,
+            row_cache_scores,
         )
         staged = StagedPages.none(geometry)
     else:
@@ -111,14 +111,14 @@ def find_selected(
     return dataclasses.replace(store, host=host), row_ids, staged
 
 
-def hot_row_scores(
+def score_row_cache(
     host: HostTier,
     group: Scalar,
     slot: Int[Array, ""],
     positions: Int[Array, " rows"],
     scores: Float[Array, "rows context"],
 ) -> Float[Array, " hot"]:
-    """The best index score of each hot row of a sequence among its rows of a step.
+    """The best index score of each row-cache row of a sequence among its rows of a step.
 
     Args:
         host: the host tier.
@@ -128,15 +128,15 @@ def hot_row_scores(
         scores: scores of the sequence's rows on this device.
     """
     known = jnp.maximum(slot, 0)
-    held = host.hot_row[known, group]
-    leased = (slot >= 0) & (host.hot_page[known, 0] >= 0)
+    held = host.row_cache_row[known, group]
+    leased = (slot >= 0) & (host.row_cache_page[known, 0] >= 0)
 
     def gather() -> jax.Array:
         found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
         counted = (positions >= 0)[:, None] & (held >= 0) & leased
         return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
 
-    if chosen() != "reference":
+    if default_implementation() != "reference":
         return gather()
     return lax.cond(leased, gather, lambda: jnp.full(held.shape, -jnp.inf, scores.dtype))
 
@@ -144,7 +144,7 @@ def hot_row_scores(
 def _unless_idle[State](wanted: jax.Array, run: Callable[[State], State], state: State) -> State:
     """`run(state)`, skipped where nothing is `wanted` and references run; `run` changes nothing
     then."""
-    if chosen() != "reference":
+    if default_implementation() != "reference":
         return run(state)
     # A loop, which unlike a branch updates arrays in place.
     return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, state: run(state), state)
@@ -158,27 +158,28 @@ def _resolve(
     slots: Int[Array, " sequences"],
     positions: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    hot_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences hot"],
 ) -> tuple[KVStore, HostTier, jax.Array, tuple[jax.Array, ...]]:
-    """Brings missed rows to the sequences' hot rows, for a group, its first layer and its number of
-    layers. Returns the store, its host tier, row ids, and what `reads` counts of host rows."""
+    """Brings missed rows to the sequences' row-cache rows, for a group, its first layer and its
+    number of layers. Returns the store, its host tier, row ids, and what `reads` counts of host
+    rows."""
     group, first_layer, num_layers = layers
     on_host = located >= geometry.slab_rows
     wanted = jnp.any(on_host)
-    leased = host.hot_page[jnp.maximum(slots, 0), 0] >= 0
+    leased = host.row_cache_page[jnp.maximum(slots, 0), 0] >= 0
 
     def run(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        slab, hot_row, hot_mean, hot_slot, row_ids, *_ = state
+        slab, row_cache_row, row_cache_mean, row_cache_entry, row_ids, *_ = state
         found = resolve_rows(
-            hot_row,
-            hot_mean,
-            hot_slot,
-            host.hot_page,
+            row_cache_row,
+            row_cache_mean,
+            row_cache_entry,
+            host.row_cache_page,
             jnp.where(wanted, slots, -1),  # so that scores count in the same steps everywhere
             group,
             positions // geometry.num_devices,
             row_ids,
-            hot_scores,
+            row_cache_scores,
             geometry.slab_rows,
             geometry.rows_per_device,
         )
@@ -189,9 +190,9 @@ def _resolve(
         misses = jnp.where(leased, found.misses, in_place)
         return (
             slab,
-            found.hot_row,
-            found.hot_mean,
-            found.hot_slot,
+            found.row_cache_row,
+            found.row_cache_mean,
+            found.row_cache_entry,
             found.row_ids,
             found.hits,
             fresh,
@@ -200,13 +201,13 @@ def _resolve(
             found.staged * num_layers,
         )
 
-    hot = (host.hot_row, host.hot_mean, host.hot_slot)
+    hot = (host.row_cache_row, host.row_cache_mean, host.row_cache_entry)
     none = jnp.zeros(slots.shape, jnp.int32)
     slab, *hot, row_ids, hits, fresh, in_place, misses, staged = _unless_idle(
         wanted, run, (store.slab, *hot, located, *[none] * 5)
     )
     host = dataclasses.replace(
-        host, **dict(zip(("hot_row", "hot_mean", "hot_slot"), hot, strict=True))
+        host, **dict(zip(("row_cache_row", "row_cache_mean", "row_cache_entry"), hot, strict=True))
     )
     store = dataclasses.replace(store, slab=slab)
     return store, host, row_ids, (hits, fresh, in_place, misses, staged)
@@ -239,7 +240,7 @@ def _plan_staging(
         place = turn * geometry.device_pages + host.staging_page[page]
         listed = jnp.where(needed, order, plan.place.shape[0])
         plan = StagedPages(
-            plan.host_page.at[listed].set(store.host_page, mode="drop"),
+            plan.host_page.at[listed].set(store.host_page_index, mode="drop"),
             plan.place.at[listed].set(place, mode="drop"),
             jnp.sum(needed),
         )

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from kvcache.cache_compiled import cache_compiled
 from kvcache.device.pytree import pytree_dataclass
 from kvcache.geometry import KVGeometry
-from kvcache.per_engine import per_engine
 
 
 @pytree_dataclass
@@ -44,7 +44,7 @@ class SequenceState:
         return _creation(geometry, hidden_size, jnp.dtype(dtype), mesh)()
 
 
-@per_engine
+@cache_compiled
 def _creation(
     geometry: KVGeometry, hidden_size: int, dtype: jnp.dtype, mesh: Mesh
 ) -> Callable[[], SequenceState]:

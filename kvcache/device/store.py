@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvcache.cache_compiled import cache_compiled
 from kvcache.device.host_tier import HostTier
 from kvcache.device.pytree import pytree_dataclass
 from kvcache.geometry import KVGeometry
-from kvcache.per_engine import per_engine
 from pallas_kernels.append_rows import append_rows as write_rows
 from pallas_kernels.common.compiler_options import gpu_options
 from pallas_kernels.common.host_memory import HOST_MEMORY, as_device, as_host, host_zeros
-from pallas_kernels.common.implementation import chosen
+from pallas_kernels.common.implementation import default_implementation
 
 MESH_AXIS = "model"
 
@@ -28,9 +28,9 @@ _SHARDED_AXIS = {
     "slab": 2,
     "index_keys": 2,
     "host.slab": 1,
-    "host.hot_row": 2,
-    "host.hot_mean": 2,
-    "host.hot_slot": 1,
+    "host.row_cache_row": 2,
+    "host.row_cache_mean": 2,
+    "host.row_cache_entry": 1,
     "host.selections": 0,
     "host.reads": 1,
 }
@@ -45,15 +45,15 @@ class KVStore:
         slab: MLA rows [layers, device_pages, rows_per_page, width], sharded on rows_per_page.
         index_keys: index keys [index_layers, pages, rows_per_page, width], sharded likewise. They
             stay on the device as long as the page exists in any tier.
-        device_page: int32 [pages], the page's place in `slab`, or -1. Replicated.
-        host_page: int32 [pages], the page's place in the host tier, or -1. Replicated.
+        device_page_index: int32 [pages], the page's place in `slab`, or -1. Replicated.
+        host_page_index: int32 [pages], the page's place in the host tier, or -1. Replicated.
         host: the host tier, None where every page stays on the device.
     """
 
     slab: Shaped[Array, "layers device_pages rows_per_page width"]
     index_keys: Shaped[Array, "index_layers pages rows_per_page index_width"]
-    device_page: Int[Array, " pages"]
-    host_page: Int[Array, " pages"]
+    device_page_index: Int[Array, " pages"]
+    host_page_index: Int[Array, " pages"]
     host: HostTier | None
 
     @classmethod
@@ -98,14 +98,14 @@ class KVStore:
         return cls.creation(geometry, mesh)()
 
     @classmethod
-    @per_engine
+    @cache_compiled
     def creation(cls, geometry: KVGeometry, mesh: Mesh) -> Callable[[], "KVStore"]:
         """The jitted function that makes an empty store."""
 
         def build() -> KVStore:
             store = cls._empty(geometry)
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                by_host = chosen() != "reference"
+                by_host = default_implementation() != "reference"
             return _with_host_zeros(store, mesh) if by_host else store
 
         return jax.jit(
@@ -174,7 +174,7 @@ def append_rows(
         device: this device's place along the mesh axis.
     """
     kept = _owned(geometry, positions, device) & (pages >= 0)
-    places = jnp.where(kept, store.device_page[jnp.maximum(pages, 0)], -1)
+    places = jnp.where(kept, store.device_page_index[jnp.maximum(pages, 0)], -1)
     rows = geometry.local_row(positions)
     slab = write_rows(store.slab, layer, latent, rope, places, rows, geometry.row_format)
     return dataclasses.replace(store, slab=slab)
@@ -199,7 +199,7 @@ def append_index_keys(
     return dataclasses.replace(store, index_keys=index_keys)
 
 
-def locate_rows(
+def translate_positions(
     store: KVStore,
     geometry: KVGeometry,
     block_tables: Int[Array, "rows context_pages"],
@@ -224,13 +224,13 @@ def locate_rows(
     valid &= pages >= 0
     pages = jnp.where(valid, pages, 0)
     row = geometry.local_row(positions)
-    place = store.device_page[pages]
+    place = store.device_page_index[pages]
     located = place * geometry.rows_per_device + row
     if store.host is not None:
-        host_place = store.host_page[pages]
-        host_row = geometry.slab_rows + host_place * geometry.rows_per_device + row
+        host_page_index = store.host_page_index[pages]
+        host_row = geometry.slab_rows + host_page_index * geometry.rows_per_device + row
         located = jnp.where(place >= 0, located, host_row)
-        place = jnp.maximum(place, host_place)
+        place = jnp.maximum(place, host_page_index)
     valid &= place >= 0
     return jnp.where(valid, located, -1), jnp.where(valid, pages, -1)
 

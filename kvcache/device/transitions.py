@@ -13,12 +13,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvcache.cache_compiled import cache_compiled
 from kvcache.device.page_moves import MoveList
 from kvcache.device.store import MESH_AXIS, KVStore, in_host, on_device
 from kvcache.geometry import KVGeometry
-from kvcache.per_engine import per_engine
 from pallas_kernels.common.compiler_options import gpu_options
-from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
+from pallas_kernels.move_pages import copy_pages, offload_pages, onload_pages
 
 EVERYWHERE = PartitionSpec()
 _BY_ROW = PartitionSpec(None, MESH_AXIS)
@@ -28,10 +28,10 @@ class Transitions:
     """Compiled transitions of one store on one mesh.
 
     `move(store, moves)` executes a list of page moves.
-    `lease(store, slots, pages)` gives slots [changes] hot pages [changes, hot_pages], -1 for none.
-    `borrow(store, pages)` sets the pages [staging_pages] that a prefill may stage to.
-    `write(store, pages, rows, keys)` fills pages [n], wherever they lie.
-    `cool(store)` returns the store with its counts of selections halved, and the counts before.
+    `lease(store, slots, pages)` gives slots [changes] row-cache pages [changes, row_cache_pages],
+    -1 for none. `set_staging_pages(store, pages)` sets the pages [staging_pages] that a prefill may
+    stage to. `write(store, pages, rows, keys)` fills pages [n], wherever they lie. `decay(store)`
+    returns the store with its counts of selections halved, and the counts before.
 
     Each returns the store, which is donated. `read(store, pages)` returns what `write` takes: rows
     [n, rows_per_page, layers, width] and keys [n, rows_per_page, index_layers, width], the rows of
@@ -66,8 +66,8 @@ class Transitions:
         self.move = jit(_move, EVERYWHERE)
         self.write = jit(_write, EVERYWHERE, _BY_ROW, _BY_ROW)
         self.lease = jit(_lease, EVERYWHERE, EVERYWHERE)
-        self.borrow = jit(_borrow, EVERYWHERE)
-        self.cool = jit(_cool, also=EVERYWHERE)
+        self.set_staging_pages = jit(_set_staging_pages, EVERYWHERE)
+        self.decay = jit(_decay, also=EVERYWHERE)
         self.read = jax.jit(
             jax.shard_map(
                 lambda store, pages: _read(on_device(store), pages),
@@ -80,18 +80,18 @@ class Transitions:
         )
 
 
-compiled_transitions = per_engine(Transitions)
+compiled_transitions = cache_compiled(Transitions)
 """`Transitions` that are shared by all stores of the same geometry and mesh in a process."""
 
 
 def _move(geometry: KVGeometry, store: KVStore, moves: MoveList) -> KVStore:
     pages, device_pages, host_pages = moves.maps.T
     pages = jnp.where(pages >= 0, pages, geometry.num_pages)
-    stores, loads, copies, key_copies = map(jnp.asarray, moves[:4])
+    offloads, onloads, copies, key_copies = map(jnp.asarray, moves[:4])
     slab, host = store.slab, store.host
     if host is not None:
-        host_slab = store_pages(slab, host.slab, stores)
-        slab = load_pages(slab, host_slab, loads)
+        host_slab = offload_pages(slab, host.slab, offloads)
+        slab = onload_pages(slab, host_slab, onloads)
         freed = jnp.where((device_pages < 0) & (host_pages < 0), pages, geometry.num_pages)
         selections = host.selections.at[freed].set(0, mode="drop")
         host = dataclasses.replace(host, slab=host_slab, selections=selections)
@@ -99,8 +99,8 @@ def _move(geometry: KVGeometry, store: KVStore, moves: MoveList) -> KVStore:
         store,
         slab=copy_pages(slab, copies),
         index_keys=copy_pages(store.index_keys, key_copies),
-        device_page=store.device_page.at[pages].set(device_pages, mode="drop"),
-        host_page=store.host_page.at[pages].set(host_pages, mode="drop"),
+        device_page_index=store.device_page_index.at[pages].set(device_pages, mode="drop"),
+        host_page_index=store.host_page_index.at[pages].set(host_pages, mode="drop"),
         host=host,
     )
 
@@ -109,18 +109,20 @@ def _lease(
     geometry: KVGeometry,
     store: KVStore,
     slots: Int[Array, " changes"],
-    pages: Int[Array, "changes hot_pages"],
+    pages: Int[Array, "changes row_cache_pages"],
 ) -> KVStore:
     assert store.host is not None
     return dataclasses.replace(store, host=store.host.lease(slots, pages))
 
 
-def _borrow(geometry: KVGeometry, store: KVStore, pages: Int[Array, " staging"]) -> KVStore:
+def _set_staging_pages(
+    geometry: KVGeometry, store: KVStore, pages: Int[Array, " staging"]
+) -> KVStore:
     assert store.host is not None
     return dataclasses.replace(store, host=dataclasses.replace(store.host, staging_page=pages))
 
 
-def _cool(geometry: KVGeometry, store: KVStore) -> tuple[KVStore, Float[Array, " pages"]]:
+def _decay(geometry: KVGeometry, store: KVStore) -> tuple[KVStore, Float[Array, " pages"]]:
     assert store.host is not None
     selections = store.host.selections
     host = dataclasses.replace(store.host, selections=selections / 2)
@@ -139,7 +141,7 @@ def _write(
     def target(places: jax.Array, beyond: int) -> jax.Array:
         return jnp.where((pages >= 0) & (places >= 0), places, beyond)
 
-    on_device = target(store.device_page[known], geometry.device_pages)
+    on_device = target(store.device_page_index[known], geometry.device_pages)
     by_layer = (2, 0, 1, 3)
     pages_by_layer = rows.transpose(by_layer)
     slab = store.slab.at[:, on_device].set(pages_by_layer, mode="drop")
@@ -148,20 +150,22 @@ def _write(
     )
     host = store.host
     if host is not None:
-        places = store.host_page[known]
+        places = store.host_page_index[known]
         moves = _moves((pages >= 0) & (places >= 0), jnp.arange(pages.shape[0]), places)
-        host = dataclasses.replace(host, slab=store_pages(pages_by_layer, host.slab, moves))
+        host = dataclasses.replace(host, slab=offload_pages(pages_by_layer, host.slab, moves))
     return dataclasses.replace(store, slab=slab, index_keys=index_keys, host=host)
 
 
 def _read(store: KVStore, pages: Int[Array, " pages"]) -> tuple[jax.Array, jax.Array]:
     known = jnp.maximum(pages, 0)
-    place = store.device_page[known]
+    place = store.device_page_index[known]
     by_layer = store.slab[:, jnp.maximum(place, 0)]
     if store.host is not None:
-        host_place = store.host_page[known]
-        moves = _moves((place < 0) & (host_place >= 0), host_place, jnp.arange(pages.shape[0]))
-        by_layer = load_pages(by_layer, store.host.slab, moves)
+        host_page_index = store.host_page_index[known]
+        moves = _moves(
+            (place < 0) & (host_page_index >= 0), host_page_index, jnp.arange(pages.shape[0])
+        )
+        by_layer = onload_pages(by_layer, store.host.slab, moves)
     return by_layer.transpose(1, 2, 0, 3), store.index_keys[:, known].transpose(1, 2, 0, 3)
 
 

@@ -250,7 +250,7 @@ class PrefixIndex:
         Args:
             pages: its pages in order, published or not.
             now: clock.
-            due: clock of the next use where it is known, as for a parked sequence.
+            due: clock of the next use where it is known, as for a preempted sequence.
 
         Raises:
             ValueError: a page is not referenced or named twice; nothing is released.

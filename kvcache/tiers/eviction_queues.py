@@ -108,7 +108,7 @@ class PageQueue:
         return np.concatenate([pages[below], pages[equal[ties <= last_tie]]])
 
 
-class Victims:
+class EvictionQueues:
     """Heat of all pages, and the queues that follow from it.
 
     The expected loss of dropping a page is its heat, a decayed count of selections. Of pages

@@ -1,30 +1,30 @@
-"""Device places that belong to no page: hot rows of sequence slots, and staging."""
+"""Device places that belong to no page: row-cache rows of sequence slots, and staging."""
 
 
 class Leases:
     """Takes places from the free list, and gives them back.
 
     Attributes:
-        hot: places of each slot's hot rows, the oldest lease first.
+        hot: places of each slot's row-cache rows, the oldest lease first.
         staging: places of the staging lease.
-        changed: slots whose hot lease began or ended since the set was last cleared.
-        num_revoked: hot leases that `revoke` ended.
+        changed: slots whose row-cache lease began or ended since the set was last cleared.
+        num_revoked: row-cache leases that `revoke` ended.
     """
 
     def __init__(
-        self, free: list[int], max_sequences: int, hot_pages: int, staging_pages: int
+        self, free: list[int], max_sequences: int, row_cache_pages: int, staging_pages: int
     ) -> None:
         """No lease.
 
         Args:
             free: places that nothing holds, the next one last; shared with the account of pages.
             max_sequences: sequence slots.
-            hot_pages: places of a hot lease.
+            row_cache_pages: places of a row-cache lease.
             staging_pages: most places of the staging lease.
         """
         self._free = free
         self._max_sequences = max_sequences
-        self._hot_pages = hot_pages
+        self._row_cache_pages = row_cache_pages
         self._staging_pages = staging_pages
         self.hot: dict[int, tuple[int, ...]] = {}
         self.staging: list[int] = []
@@ -37,7 +37,7 @@ class Leases:
         return [place for places in self.hot.values() for place in places] + self.staging
 
     def check_slot(self, slot: int) -> None:
-        """Checks that a slot can get a hot lease.
+        """Checks that a slot can get a row-cache lease.
 
         Raises:
             ValueError: there is no such slot, or it has a lease.
@@ -45,15 +45,15 @@ class Leases:
         if not 0 <= slot < self._max_sequences:
             raise ValueError(f"slot {slot} is not in 0 to {self._max_sequences - 1}")
         if slot in self.hot:
-            raise ValueError(f"slot {slot} has a hot lease")
+            raise ValueError(f"slot {slot} has a row-cache lease")
 
-    def lease_hot(self, slot: int) -> None:
-        """Leases `hot_pages` free places to a slot without a lease."""
-        self.hot[slot] = tuple(self._free.pop() for _ in range(self._hot_pages))
+    def lease_row_cache(self, slot: int) -> None:
+        """Leases `row_cache_pages` free places to a slot without a lease."""
+        self.hot[slot] = tuple(self._free.pop() for _ in range(self._row_cache_pages))
         self.changed.add(slot)
 
-    def release_hot(self, slot: int) -> None:
-        """Ends a slot's hot lease, if it has one."""
+    def release_row_cache(self, slot: int) -> None:
+        """Ends a slot's row-cache lease, if it has one."""
         places = self.hot.pop(slot, None)
         if places is not None:
             self._free.extend(reversed(places))
@@ -65,11 +65,11 @@ class Leases:
         self.staging.clear()
 
     def revoke(self) -> bool:
-        """Ends the staging lease, or else the oldest hot lease; False if there is neither."""
+        """Ends the staging lease, or else the oldest row-cache lease; False if there is neither."""
         if self.staging:
             self.release_staging()
         elif self.hot:
-            self.release_hot(next(iter(self.hot)))
+            self.release_row_cache(next(iter(self.hot)))
             self.num_revoked += 1
         else:
             return False
@@ -82,5 +82,5 @@ class Leases:
             AssertionError: naming the one that does not.
         """
         for slot, places in self.hot.items():
-            assert len(places) == self._hot_pages, f"slot {slot} has hot places {places}"
+            assert len(places) == self._row_cache_pages, f"slot {slot} has hot places {places}"
         assert len(self.staging) <= self._staging_pages, f"staging has places {self.staging}"

@@ -10,20 +10,21 @@ from kvcache.geometry import KVGeometry
 from kvcache.page_pool import PagePool
 from kvcache.tiers.residency import Residency
 
-_PAGES_CLEANED_A_STEP = 8
-_PAGES_RESTORED_A_STEP = 4
+_PAGES_OFFLOADED_A_STEP = 8
+_PAGES_ONLOADED_A_STEP = 4
 _STEPS_BETWEEN_OBSERVATIONS = 32
-_STEPS_TO_OBSERVE = 2  # on their way meanwhile, so that the device never waits for the host
+_STEPS_TO_OBSERVE = 2  # in flight meanwhile, so that the device never waits for the host
 
 
 def lease_reserve(device_pages: int, num_running: int) -> int:
-    """Device places that a new hot lease leaves for the next pages of the running sequences."""
+    """Device places that a new row-cache lease leaves for the next pages of the running
+    sequences."""
     return device_pages // 10 + num_running
 
 
 class PagePolicy:
-    """Cleans and promotes pages ahead of need, and leases hot rows and staging to those that read
-    host pages.
+    """Cleans and promotes pages ahead of need, and leases row-cache rows and staging to those that
+    read host pages.
 
     Args:
         geometry: sizes of a store with a host tier.
@@ -57,25 +58,27 @@ class PagePolicy:
         self._steps += 1
         if self._geometry.reads_host:
             self._observe()
-        residency.clean_ahead(_PAGES_CLEANED_A_STEP)
-        residency.promote(_PAGES_RESTORED_A_STEP)
+        residency.offload_ahead(_PAGES_OFFLOADED_A_STEP)
+        residency.onload_hottest(_PAGES_ONLOADED_A_STEP)
         if staging:
-            if self._spilled & slots or any(residency.hot_places(s) for s in slots):
+            if self._spilled & slots or any(residency.leased_row_cache(s) for s in slots):
                 residency.lease_staging()
         else:
             residency.release_staging()
             for slot in sorted(self._spilled & slots):
-                if not residency.hot_places(slot) and not self._lease(slot, len(running)):
+                if not residency.leased_row_cache(slot) and not self._lease(slot, len(running)):
                     break  # Nor is there room for the others.
                 self._spilled.discard(slot)
         # Slots that lost their lease to a page ask again once there is room.
         self._spilled |= {
-            slot for slot in residency.changed_leases & running if not residency.hot_places(slot)
+            slot
+            for slot in residency.changed_leases & running
+            if not residency.leased_row_cache(slot)
         }
 
     def close(self, slot: int, pages: Sequence[int]) -> None:
         """Ends a sequence's lease; where no heat is measured, notes that its pages were used."""
-        self._residency.release_hot(slot)
+        self._residency.release_row_cache(slot)
         self._spilled.discard(slot)
         if not self._geometry.reads_host:
             self._residency.touch(reversed(pages))
@@ -84,17 +87,18 @@ class PagePolicy:
         """Asks the device now and then what it has counted, and takes the answer steps later."""
         steps = self._steps % _STEPS_BETWEEN_OBSERVATIONS
         if steps == 0:
-            self._selections = self._device.cool()
+            self._selections = self._device.decay()
             self._residency.measure_heat()
         elif steps == _STEPS_TO_OBSERVE and self._selections is not None:
             self._residency.update_heat(self._selections())
             self._selections = None
 
     def _lease(self, slot: int, num_running: int) -> bool:
-        """Leases hot rows to a slot, unless the next pages to be written would soon need them."""
+        """Leases row-cache rows to a slot, unless the next pages to be written would soon need
+        them."""
         geometry = self._geometry
         reserve = lease_reserve(geometry.device_pages, num_running)
         room = self._residency.room_after(evictions=self._pool.num_cached_only)
-        if room < geometry.hot_pages + reserve:
+        if room < geometry.row_cache_pages + reserve:
             return False
-        return self._residency.lease_hot(slot)
+        return self._residency.lease_row_cache(slot)

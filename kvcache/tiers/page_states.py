@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Int
 
-NO_PLACE = -1
+NO_PAGE_INDEX = -1
 
 
 class PageState(enum.IntEnum):
@@ -81,8 +81,8 @@ class PageStates:
         self._codes = bytearray(num_pages)
         self._counts = [0] * 2 * _PINNED  # pages by code
         self._counts[PageState.FREE] = num_pages
-        self._device_place = [NO_PLACE] * num_pages
-        self._host_place = [NO_PLACE] * num_pages
+        self._device_page_index = [NO_PAGE_INDEX] * num_pages
+        self._host_page_index = [NO_PAGE_INDEX] * num_pages
         self._pins: dict[int, int] = {}
 
     @property
@@ -106,7 +106,7 @@ class PageStates:
         return self._counts[PageState.CLEAN] + self._counts[PageState.DIRTY]
 
     @property
-    def num_fixed(self) -> int:
+    def num_unevictable(self) -> int:
         """Pages that cannot leave the device: TAIL, and those that are pinned there."""
         pinned = self._counts[PageState.CLEAN + _PINNED] + self._counts[PageState.DIRTY + _PINNED]
         return self.count(PageState.TAIL) + pinned
@@ -125,13 +125,13 @@ class PageStates:
         """State of a page."""
         return _STATES[self._codes[page] % _PINNED]
 
-    def device_place(self, page: int) -> int:
+    def device_page_index(self, page: int) -> int:
         """The page's place in the device slab, or -1."""
-        return self._device_place[page]
+        return self._device_page_index[page]
 
-    def host_place(self, page: int) -> int:
+    def host_page_index(self, page: int) -> int:
         """The page's place in the host slab, or -1."""
-        return self._host_place[page]
+        return self._host_page_index[page]
 
     def count(self, state: PageState) -> int:
         """Number of pages in a state."""
@@ -195,19 +195,24 @@ class PageStates:
         if operation in ("drop", "forget") and page in self._pins:
             raise ValueError(f"cannot {operation} page {page}: it is pinned")
 
-    def _place(self, page: int, state: PageState, device_place: int, host_place: int) -> bool:
+    def _place(
+        self, page: int, state: PageState, device_page_index: int, host_page_index: int
+    ) -> bool:
         """Gives a page a state and places; those it had before and no longer has become free.
 
         The new ones are the caller's, taken from the free lists. Returns whether a place changed.
         """
-        old_device, old_host = self._device_place[page], self._host_place[page]
-        if old_device not in (device_place, NO_PLACE):
+        old_device, old_host = self._device_page_index[page], self._host_page_index[page]
+        if old_device not in (device_page_index, NO_PAGE_INDEX):
             self._free_device.append(old_device)
-        if old_host not in (host_place, NO_PLACE):
+        if old_host not in (host_page_index, NO_PAGE_INDEX):
             self._free_host.append(old_host)
-        self._device_place[page], self._host_place[page] = device_place, host_place
+        self._device_page_index[page], self._host_page_index[page] = (
+            device_page_index,
+            host_page_index,
+        )
         self._recode(page, state)
-        return (old_device, old_host) != (device_place, host_place)
+        return (old_device, old_host) != (device_page_index, host_page_index)
 
     def _with_codes(self, *wanted: int) -> Int[np.ndarray, " pages"]:
         codes = np.frombuffer(self._codes, np.uint8)
@@ -225,15 +230,18 @@ class PageStates:
         Raises:
             AssertionError: naming what does not.
         """
-        device = [place for place in self._device_place if place != NO_PLACE]
+        device = [place for place in self._device_page_index if place != NO_PAGE_INDEX]
         places = sorted(self._free_device + leased + device)
         assert places == list(range(self._device_pages)), f"device places lost or doubled: {places}"
-        host = [place for place in self._host_place if place != NO_PLACE]
+        host = [place for place in self._host_page_index if place != NO_PAGE_INDEX]
         places = sorted(self._free_host + host)
         assert places == list(range(self._host_pages)), f"host places lost or doubled: {places}"
         for page, code in enumerate(self._codes):
             state = self.state(page)
-            tiers = self._device_place[page] != NO_PLACE, self._host_place[page] != NO_PLACE
+            tiers = (
+                self._device_page_index[page] != NO_PAGE_INDEX,
+                self._host_page_index[page] != NO_PAGE_INDEX,
+            )
             assert tiers in _TIERS[state], f"page {page} is {state.name}, but in tiers {tiers}"
             marked = bool(code & _PINNED)
             assert marked == (page in self._pins), f"page {page} is marked as pinned: {marked}"

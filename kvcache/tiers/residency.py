@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float32
 
 from kvcache.device.page_moves import PageMoves
 from kvcache.page_pool import OutOfPagesError
-from kvcache.tiers.eviction_queues import Victims
+from kvcache.tiers.eviction_queues import EvictionQueues
 from kvcache.tiers.leases import Leases
-from kvcache.tiers.page_states import NO_PLACE, PageState, PageStates
+from kvcache.tiers.page_states import NO_PAGE_INDEX, PageState, PageStates
 
 
 class Residency(PageStates):
@@ -19,8 +19,9 @@ class Residency(PageStates):
     flushes them first.
 
     Pages that cannot leave the device are those that are TAIL, pinned, or IMPORTING there. All
-    others are dropped when room is needed, coldest first (`Victims`). As no two pages share a place
-    and none but a CLEAN page has two, `count` places can be freed exactly if `count` is at most
+    others are dropped when room is needed, coldest first (`EvictionQueues`). As no two pages share
+    a place and none but a CLEAN page has two, `count` places can be freed exactly if `count` is at
+    most
     - device_pages less the pages that cannot leave the device, and
     - device_pages + host_pages less all pages that are not FREE, those not counted that `evict`
       can give up.
@@ -31,12 +32,12 @@ class Residency(PageStates):
     that it copies or restores.
 
     Attributes:
-        changed_leases: slots whose hot lease began or ended. The caller clears it when it has told
-            the device.
-        pages_cleaned: pages copied to the host.
+        changed_leases: slots whose row-cache lease began or ended. The caller clears it when it has
+            told the device.
+        pages_offloaded: pages copied to the host.
         pages_dropped: pages that gave up their device place.
-        pages_restored: pages copied back to the device.
-        pages_given_up: copies on the host given up.
+        pages_onloaded: pages copied back to the device.
+        host_copies_dropped: copies on the host given up.
         pages_copied: pages started as a copy of another.
     """
 
@@ -46,7 +47,7 @@ class Residency(PageStates):
         device_pages: int,
         host_pages: int,
         max_sequences: int,
-        hot_pages: int,
+        row_cache_pages: int,
         staging_pages: int,
         moves: PageMoves,
         referenced: Callable[[], Bool[np.ndarray, " pages"]],
@@ -59,7 +60,7 @@ class Residency(PageStates):
             device_pages: places on the device.
             host_pages: places on the host, 0 for no host tier.
             max_sequences: sequence slots.
-            hot_pages: device places of a hot lease.
+            row_cache_pages: device places of a row-cache lease.
             staging_pages: most device places of the staging lease.
             moves: the queue of moves and map changes.
             referenced: whether a sequence holds each page.
@@ -69,18 +70,18 @@ class Residency(PageStates):
         """
         super().__init__(device_pages, host_pages)
         self._on_change = on_change
-        self._hot_pages = hot_pages
+        self._row_cache_pages = row_cache_pages
         self._staging_pages = staging_pages
         self._moves = moves
         self._evict = evict
-        self._victims = Victims(self, referenced)
+        self._queues = EvictionQueues(self, referenced)
         self._watermark = max(1, device_pages // 10)
-        self._leases = Leases(self._free_device, max_sequences, hot_pages, staging_pages)
+        self._leases = Leases(self._free_device, max_sequences, row_cache_pages, staging_pages)
         self.changed_leases = self._leases.changed
-        self.pages_cleaned = 0
+        self.pages_offloaded = 0
         self.pages_dropped = 0
-        self.pages_restored = 0
-        self.pages_given_up = 0
+        self.pages_onloaded = 0
+        self.host_copies_dropped = 0
         self.pages_copied = 0
 
     @property
@@ -93,8 +94,8 @@ class Residency(PageStates):
         """Hot leases ended because their places were needed."""
         return self._leases.num_revoked
 
-    def hot_places(self, slot: int) -> tuple[int, ...]:
-        """Device places of a slot's hot lease; empty if it has none or it was revoked."""
+    def leased_row_cache(self, slot: int) -> tuple[int, ...]:
+        """Device places of a slot's row-cache lease; empty if it has none or it was revoked."""
         return self._leases.hot.get(slot, ())
 
     def start(self, page: int) -> None:
@@ -106,7 +107,7 @@ class Residency(PageStates):
         """
         self._check(page, "start")
         self.make_room(1)
-        self._begin(page, PageState.TAIL, self._free_device.pop(), NO_PLACE)
+        self._begin(page, PageState.TAIL, self._free_device.pop(), NO_PAGE_INDEX)
 
     def copy_of(self, source: int, page: int) -> None:
         """FREE to TAIL with the rows and index keys of `source`, which may be dropped for room.
@@ -120,12 +121,12 @@ class Residency(PageStates):
         self.make_room(1)
         self._check(source, "copy")
         place = self._free_device.pop()
-        if self.device_place(source) != NO_PLACE:
-            self._moves.copy(self.device_place(source), place)
+        if self.device_page_index(source) != NO_PAGE_INDEX:
+            self._moves.copy(self.device_page_index(source), place)
         else:
-            self._moves.load(self.host_place(source), place)
+            self._moves.onload(self.host_page_index(source), place)
         self._moves.copy_keys(source, page)
-        self._begin(page, PageState.TAIL, place, NO_PLACE)
+        self._begin(page, PageState.TAIL, place, NO_PAGE_INDEX)
         self.pages_copied += 1
 
     def seal(self, page: int) -> None:
@@ -135,10 +136,10 @@ class Residency(PageStates):
             ValueError: the page is not TAIL.
         """
         self._check(page, "seal")
-        self._victims.touch(page)
-        self._place(page, PageState.DIRTY, self.device_place(page), NO_PLACE)
+        self._queues.touch(page)
+        self._place(page, PageState.DIRTY, self.device_page_index(page), NO_PAGE_INDEX)
 
-    def clean(self, page: int) -> None:
+    def offload(self, page: int) -> None:
         """DIRTY to CLEAN: copies the page to a free host place.
 
         Raises:
@@ -148,10 +149,10 @@ class Residency(PageStates):
         self._check(page, "clean")
         if not self._free_host:
             raise OutOfPagesError(f"page {page} needs a host place: raise host_memory_gib")
-        host_place = self._free_host.pop()
-        self._moves.store(self.device_place(page), host_place)
-        self._place(page, PageState.CLEAN, self.device_place(page), host_place)
-        self.pages_cleaned += 1
+        host_page_index = self._free_host.pop()
+        self._moves.offload(self.device_page_index(page), host_page_index)
+        self._place(page, PageState.CLEAN, self.device_page_index(page), host_page_index)
+        self.pages_offloaded += 1
 
     def drop(self, page: int) -> None:
         """CLEAN to HOST: frees the page's device place.
@@ -160,20 +161,20 @@ class Residency(PageStates):
             ValueError: the page is not CLEAN, or is pinned.
         """
         self._check(page, "drop")
-        self._place(page, PageState.HOST, NO_PLACE, self.host_place(page))
+        self._place(page, PageState.HOST, NO_PAGE_INDEX, self.host_page_index(page))
         self.pages_dropped += 1
 
-    def give_up_host(self, page: int) -> None:
+    def drop_host_copy(self, page: int) -> None:
         """CLEAN to DIRTY: frees the page's host place.
 
         Raises:
             ValueError: the page is not CLEAN.
         """
         self._check(page, "give up the host copy of")
-        self._place(page, PageState.DIRTY, self.device_place(page), NO_PLACE)
-        self.pages_given_up += 1
+        self._place(page, PageState.DIRTY, self.device_page_index(page), NO_PAGE_INDEX)
+        self.host_copies_dropped += 1
 
-    def restore(self, page: int) -> None:
+    def onload(self, page: int) -> None:
         """HOST to CLEAN: copies the page back to the device, making room if no place is free.
 
         Raises:
@@ -184,9 +185,9 @@ class Residency(PageStates):
         self.make_room(1)
         self._check(page, "restore")
         place = self._free_device.pop()
-        self._moves.load(self.host_place(page), place)
-        self._place(page, PageState.CLEAN, place, self.host_place(page))
-        self.pages_restored += 1
+        self._moves.onload(self.host_page_index(page), place)
+        self._place(page, PageState.CLEAN, place, self.host_page_index(page))
+        self.pages_onloaded += 1
 
     def begin_import(self, page: int, to_device: bool) -> None:
         """FREE to IMPORTING: gives a page one place, to be written after a flush.
@@ -201,10 +202,10 @@ class Residency(PageStates):
         self._check(page, "begin to import")
         if to_device:
             self.make_room(1)
-            self._begin(page, PageState.IMPORTING, self._free_device.pop(), NO_PLACE)
+            self._begin(page, PageState.IMPORTING, self._free_device.pop(), NO_PAGE_INDEX)
         else:
             self._make_host_room()
-            self._begin(page, PageState.IMPORTING, NO_PLACE, self._free_host.pop())
+            self._begin(page, PageState.IMPORTING, NO_PAGE_INDEX, self._free_host.pop())
 
     def end_import(self, page: int) -> None:
         """IMPORTING to DIRTY or HOST, by where the page lies.
@@ -213,9 +214,9 @@ class Residency(PageStates):
             ValueError: the page is not IMPORTING.
         """
         self._check(page, "end the import of")
-        device_place = self.device_place(page)
-        state = PageState.HOST if device_place == NO_PLACE else PageState.DIRTY
-        self._place(page, state, device_place, self.host_place(page))
+        device_page_index = self.device_page_index(page)
+        state = PageState.HOST if device_page_index == NO_PAGE_INDEX else PageState.DIRTY
+        self._place(page, state, device_page_index, self.host_page_index(page))
 
     def forget(self, page: int) -> None:
         """Any state to FREE, also of a page that was never started: its places become free.
@@ -224,7 +225,7 @@ class Residency(PageStates):
             ValueError: the page is pinned.
         """
         self._check(page, "forget")
-        self._place(page, PageState.FREE, NO_PLACE, NO_PLACE)
+        self._place(page, PageState.FREE, NO_PAGE_INDEX, NO_PAGE_INDEX)
 
     def unpin(self, page: int) -> None:
         """Takes a pin away.
@@ -233,10 +234,10 @@ class Residency(PageStates):
             ValueError: the page is not pinned.
         """
         super().unpin(page)
-        self._victims.push(page)
+        self._queues.push(page)
 
-    def lease_hot(self, slot: int) -> bool:
-        """Leases `hot_pages` places to a slot: free ones, and those of the coldest pages.
+    def lease_row_cache(self, slot: int) -> bool:
+        """Leases `row_cache_pages` places to a slot: free ones, and those of the coldest pages.
 
         Pages are evicted if there is no other way, but no lease is revoked. Returns False if the
         places cannot be had.
@@ -245,15 +246,15 @@ class Residency(PageStates):
             ValueError: there is no such slot, or it has a lease.
         """
         self._leases.check_slot(slot)
-        if not self._evict_until(self._hot_pages):
+        if not self._evict_until(self._row_cache_pages):
             return False
-        self.make_room(self._hot_pages)
-        self._leases.lease_hot(slot)
+        self.make_room(self._row_cache_pages)
+        self._leases.lease_row_cache(slot)
         return True
 
-    def release_hot(self, slot: int) -> None:
-        """Ends a slot's hot lease, if it has one."""
-        self._leases.release_hot(slot)
+    def release_row_cache(self, slot: int) -> None:
+        """Ends a slot's row-cache lease, if it has one."""
+        self._leases.release_row_cache(slot)
 
     def lease_staging(self) -> int:
         """Fills the staging lease up to `staging_pages`; returns the number of places it has.
@@ -263,7 +264,7 @@ class Residency(PageStates):
         staging = self._leases.staging
         while len(staging) < self._staging_pages:
             if not self._free_device:
-                page = self._victims.coldest.first()
+                page = self._queues.coldest.first()
                 if page is None or self.state(page) is not PageState.CLEAN:
                     break
                 self.drop(page)
@@ -277,11 +278,11 @@ class Residency(PageStates):
     def touch(self, pages: Iterable[int]) -> None:
         """Makes pages the most recently used ones, each more so than those before it."""
         for page in pages:
-            self._victims.touch(page)
+            self._queues.touch(page)
 
     def measure_heat(self) -> None:
         """Notes that the heat of all pages is measured now, to be told by `update_heat`."""
-        self._victims.measure_heat()
+        self._queues.measure_heat()
 
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:
         """Replaces the heat, a decayed count of selections, of all pages but those started since.
@@ -289,7 +290,7 @@ class Residency(PageStates):
         Raises:
             ValueError: there is not one for each page.
         """
-        self._victims.update_heat(heat)
+        self._queues.update_heat(heat)
 
     def make_room(self, count: int) -> None:
         """Frees device places until `count` are free.
@@ -297,7 +298,7 @@ class Residency(PageStates):
         The coldest pages are dropped, DIRTY ones after a copy to the host. For want of a free host
         place the hottest CLEAN page gives up its copy, as it will be dropped last. Pages are
         evicted only if there are no copies to give up, and leases revoked, staging before the
-        oldest hot lease, only if no more pages can be dropped.
+        oldest row-cache lease, only if no more pages can be dropped.
 
         Raises:
             OutOfPagesError: the places cannot be freed; no page has been dropped.
@@ -306,15 +307,15 @@ class Residency(PageStates):
             if not self._leases.revoke():
                 raise OutOfPagesError(self._shortage(count))
         while self.num_free_device < count:
-            page = self._victims.coldest.first()
+            page = self._queues.coldest.first()
             assert page is not None, f"room for {self.room} pages, but none to drop"
             if self.state(page) is PageState.DIRTY:
                 if not self._free_host:
                     self._give_up_copy()
-                self.clean(page)
+                self.offload(page)
             self.drop(page)
 
-    def clean_ahead(self, limit: int) -> int:
+    def offload_ahead(self, limit: int) -> int:
         """Copies up to `limit` pages to free host places, so that dropping them costs nothing.
 
         Does so while fewer device places are free than the watermark, a tenth of all: the coldest
@@ -323,17 +324,17 @@ class Residency(PageStates):
         """
         cleaned = 0
         while cleaned < limit and self._free_host and self.num_free_device < self._watermark:
-            page = self._victims.coldest_dirty.first()
+            page = self._queues.coldest_dirty.first()
             reserve = self.num_free_device + self.num_droppable_in(PageState.CLEAN)
             if page is None or (
-                reserve >= self._watermark and page != self._victims.coldest.first()
+                reserve >= self._watermark and page != self._queues.coldest.first()
             ):
                 break
-            self.clean(page)
+            self.offload(page)
             cleaned += 1
         return cleaned
 
-    def promote(self, limit: int) -> int:
+    def onload_hottest(self, limit: int) -> int:
         """Restores up to `limit` pages while more than twice the watermark of places are free.
 
         The hottest HOST pages that have been selected, and were referenced when heat was last
@@ -341,10 +342,10 @@ class Residency(PageStates):
         """
         restored = 0
         while restored < limit and self.num_free_device > 2 * self._watermark:
-            page = self._victims.hottest_host.first()
+            page = self._queues.hottest_host.first()
             if page is None:
                 break
-            self.restore(page)
+            self.onload(page)
             restored += 1
         return restored
 
@@ -357,18 +358,22 @@ class Residency(PageStates):
         self._leases.check_integrity()
         self._check_places(self._leases.places)
 
-    def _begin(self, page: int, state: PageState, device_place: int, host_place: int) -> None:
-        self._victims.begin(page)
-        self._place(page, state, device_place, host_place)
+    def _begin(
+        self, page: int, state: PageState, device_page_index: int, host_page_index: int
+    ) -> None:
+        self._queues.begin(page)
+        self._place(page, state, device_page_index, host_page_index)
 
-    def _place(self, page: int, state: PageState, device_place: int, host_place: int) -> bool:
+    def _place(
+        self, page: int, state: PageState, device_page_index: int, host_page_index: int
+    ) -> bool:
         old = self.state(page)
-        changed = super()._place(page, state, device_place, host_place)
+        changed = super()._place(page, state, device_page_index, host_page_index)
         if state is not old:
             self._on_change(page, old, state)
         if changed:
-            self._moves.map_page(page, device_place, host_place)
-        self._victims.push(page)
+            self._moves.map_page(page, device_page_index, host_page_index)
+        self._queues.push(page)
         return changed
 
     def _evict_until(self, room: int) -> bool:
@@ -380,9 +385,9 @@ class Residency(PageStates):
         return True
 
     def _give_up_copy(self) -> None:
-        page = self._victims.hottest_clean.first()
+        page = self._queues.hottest_clean.first()
         assert page is not None, "room was counted for a copy that is not there"
-        self.give_up_host(page)
+        self.drop_host_copy(page)
 
     def _make_host_room(self) -> None:
         """Frees a host place."""
@@ -392,8 +397,8 @@ class Residency(PageStates):
             if not self.count(PageState.HOST):
                 raise OutOfPagesError("no host place can be freed: raise host_memory_gib")
             self.make_room(1)
-            page = self._victims.hottest_host.first()
-            self.restore(self.pages_in(PageState.HOST).item(0) if page is None else page)
+            page = self._queues.hottest_host.first()
+            self.onload(self.pages_in(PageState.HOST).item(0) if page is None else page)
         self._give_up_copy()
 
     def _shortage(self, count: int) -> str:

@@ -16,24 +16,24 @@ Implementation = Literal["reference", "mosaic_gpu", "interpreter"]
 Kernel = Callable[..., Any]
 """An operation's kernel: its arrays, and `interpret`, for `plgpu.kernel`."""
 
-_preferred: contextvars.ContextVar[Implementation | None] = contextvars.ContextVar(
+_overridden: contextvars.ContextVar[Implementation | None] = contextvars.ContextVar(
     "implementation", default=None
 )
 
 
 @contextlib.contextmanager
-def preferred(implementation: Implementation) -> Iterator[None]:
+def override_implementation(implementation: Implementation) -> Iterator[None]:
     """What operations traced meanwhile run where they are given no implementation.
 
     Shapes that a kernel does not support still run their reference. jax's caches are cleared before
     and after, since they hold what was traced with another preference.
     """
-    token = _preferred.set(implementation)
+    token = _overridden.set(implementation)
     jax.clear_caches()
     try:
         yield
     finally:
-        _preferred.reset(token)
+        _overridden.reset(token)
         jax.clear_caches()
 
 
@@ -56,7 +56,7 @@ def run(
     Raises:
         ValueError: the kernel is asked for, and cannot take these shapes.
     """
-    implementation = implementation or chosen(unsupported)
+    implementation = implementation or default_implementation(unsupported)
     if implementation == "reference":
         return reference(*arrays)
     if unsupported:
@@ -65,7 +65,7 @@ def run(
     return kernel(*arrays, interpret=None if implementation == "mosaic_gpu" else interpret)
 
 
-def chosen(unsupported: str | None = None) -> Implementation:
+def default_implementation(unsupported: str | None = None) -> Implementation:
     """What an operation that is traced now runs where it is given no implementation.
 
     For callers of operations too: a kernel costs next to nothing where there is nothing to do, so
@@ -77,7 +77,7 @@ def chosen(unsupported: str | None = None) -> Implementation:
     """
     if unsupported:
         return "reference"
-    return _preferred.get() or ("mosaic_gpu" if _traced_for_gpu() else "reference")
+    return _overridden.get() or ("mosaic_gpu" if _traced_for_gpu() else "reference")
 
 
 def _traced_for_gpu() -> bool:

@@ -25,7 +25,7 @@ TRANSFER_BYTES = 16 << 10
 """Most bytes of a transfer, unless a single row is longer."""
 LONGEST_ROW = 12 << 10
 """Most bytes of a row."""
-MOST_SLOTS = 8
+MAX_SLOTS = 8
 """Most slots of a ring."""
 
 _RING_BYTES = 192 << 10
@@ -173,7 +173,7 @@ def ring_copy(
     line_bytes = math.prod(slot[1:]) * target.dtype.itemsize
     lines_together = _SLOT_ALIGNMENT // math.gcd(_SLOT_ALIGNMENT, line_bytes)
     lines = -(-slot[0] // lines_together) * lines_together
-    num_slots = min(MOST_SLOTS, _RING_BYTES // (lines * line_bytes))
+    num_slots = min(MAX_SLOTS, _RING_BYTES // (lines * line_bytes))
 
     def body(target_ref: Ref, *refs: Ref) -> None:
         *operand_refs, slots, barriers = refs

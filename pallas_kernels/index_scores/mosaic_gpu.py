@@ -1,7 +1,7 @@
 """Index scores on tensor cores: blocks of keys against the queries of a few rows at a time.
 
 The blocks of all sequences are numbered through and dealt out evenly, whatever the sequences'
-lengths. A warpgroup keeps blocks of stored keys on their way to shared memory, turns the one that
+lengths. A warpgroup keeps blocks of stored keys in flight to shared memory, turns the one that
 has landed into an operand of the tensor cores, and reduces the products over heads in registers.
 
 An fp8 key is 132 bytes, which no tensor copy can address; four keys are 528. So they are copied by

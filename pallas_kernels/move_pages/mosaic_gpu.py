@@ -36,7 +36,7 @@ def unsupported_copy(slab: jax.Array) -> str | None:
     return None
 
 
-def store_pages(
+def offload_pages(
     slab: jax.Array,
     host: jax.Array,
     moves: jax.Array,
@@ -44,7 +44,7 @@ def store_pages(
     interpret: Any,
     num_blocks: int = NUM_BLOCKS,
 ) -> jax.Array:
-    """The kernel of `operation.store_pages`."""
+    """The kernel of `operation.offload_pages`."""
     row, spans = _layout(slab)
 
     def plan(host: Ref, slab: Ref, moves: Ref) -> Copies:
@@ -70,7 +70,7 @@ def store_pages(
         return Copies(_count(moves) * host.shape[1] * spans.count, fetch, put)
 
     stored = ring_copy(
-        "store_pages",
+        "offload_pages",
         plan,
         host.reshape(*host.shape[:3], *row),
         (slab.reshape(*slab.shape[:3], *row), moves),
@@ -82,7 +82,7 @@ def store_pages(
     return stored.reshape(host.shape)
 
 
-def load_pages(
+def onload_pages(
     slab: jax.Array,
     host: jax.Array,
     moves: jax.Array,
@@ -90,7 +90,7 @@ def load_pages(
     interpret: Any,
     num_blocks: int = NUM_BLOCKS,
 ) -> jax.Array:
-    """The kernel of `operation.load_pages`."""
+    """The kernel of `operation.onload_pages`."""
     row, spans = _layout(slab)
 
     def plan(slab: Ref, host: Ref, moves: Ref) -> Copies:
@@ -115,7 +115,7 @@ def load_pages(
         return Copies(_count(moves) * host.shape[1] * spans.count, fetch, put)
 
     loaded = ring_copy(
-        "load_pages",
+        "onload_pages",
         plan,
         slab.reshape(*slab.shape[:3], *row),
         (host.reshape(*host.shape[:3], *row), moves),

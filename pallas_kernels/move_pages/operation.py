@@ -15,7 +15,7 @@ HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
 Moves = Int[Array, "moves 2"]
 
 
-def store_pages(
+def offload_pages(
     slab: Slab, host: HostSlab, moves: Moves, *, implementation: Implementation | None = None
 ) -> HostSlab:
     """Copies pages (device page, host page) to host memory, whose layers lie side by side.
@@ -31,20 +31,24 @@ def store_pages(
     """
     unsupported = unsupported_rows(slab)
     arrays = (slab, host, moves)
-    return run(implementation, reference.store_pages, mosaic_gpu.store_pages, unsupported, *arrays)
+    return run(
+        implementation, reference.offload_pages, mosaic_gpu.offload_pages, unsupported, *arrays
+    )
 
 
-def load_pages(
+def onload_pages(
     slab: Slab, host: HostSlab, moves: Moves, *, implementation: Implementation | None = None
 ) -> Slab:
-    """Copies pages (host page, device page) to the device; arguments as for `store_pages`."""
+    """Copies pages (host page, device page) to the device; arguments as for `offload_pages`."""
     unsupported = unsupported_rows(slab)
     arrays = (slab, host, moves)
-    return run(implementation, reference.load_pages, mosaic_gpu.load_pages, unsupported, *arrays)
+    return run(
+        implementation, reference.onload_pages, mosaic_gpu.onload_pages, unsupported, *arrays
+    )
 
 
 def copy_pages(slab: Slab, moves: Moves, *, implementation: Implementation | None = None) -> Slab:
-    """Copies pages (from, to) of axis 1, for rows or for index keys; see `store_pages`."""
+    """Copies pages (from, to) of axis 1, for rows or for index keys; see `offload_pages`."""
     unsupported = mosaic_gpu.unsupported_copy(slab)
     return run(
         implementation, reference.copy_pages, mosaic_gpu.copy_pages, unsupported, slab, moves

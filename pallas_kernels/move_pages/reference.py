@@ -12,8 +12,8 @@ HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
 Moves = Int[Array, "moves 2"]
 
 
-def store_pages(slab: Slab, host: HostSlab, moves: Moves) -> HostSlab:
-    """The reference of `operation.store_pages`."""
+def offload_pages(slab: Slab, host: HostSlab, moves: Moves) -> HostSlab:
+    """The reference of `operation.offload_pages`."""
 
     def store(host: jax.Array, device_page: jax.Array, host_page: jax.Array) -> jax.Array:
         page = lax.dynamic_index_in_dim(slab, device_page, 1, keepdims=False)
@@ -22,8 +22,8 @@ def store_pages(slab: Slab, host: HostSlab, moves: Moves) -> HostSlab:
     return _move(store, host, moves)
 
 
-def load_pages(slab: Slab, host: HostSlab, moves: Moves) -> Slab:
-    """The reference of `operation.load_pages`."""
+def onload_pages(slab: Slab, host: HostSlab, moves: Moves) -> Slab:
+    """The reference of `operation.onload_pages`."""
 
     def load(slab: jax.Array, host_page: jax.Array, device_page: jax.Array) -> jax.Array:
         page = lax.dynamic_index_in_dim(host, host_page, 0, keepdims=False)

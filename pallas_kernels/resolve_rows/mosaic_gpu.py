@@ -23,70 +23,84 @@ from pallas_kernels.resolve_rows.reference import Resolution
 _LARGEST = jnp.iinfo(jnp.int16).max
 
 
-def unsupported(num_hot: int) -> str | None:
-    """Why the kernel cannot resolve so many hot rows a sequence, None if it can."""
-    if num_hot % GRANULE or not 0 < num_hot <= LARGEST_BLOCK:
-        return f"hot_rows={num_hot} is no multiple of {GRANULE} up to {LARGEST_BLOCK}"
+def unsupported(num_entries: int) -> str | None:
+    """Why the kernel cannot resolve so many row-cache rows a sequence, None if it can."""
+    if num_entries % GRANULE or not 0 < num_entries <= LARGEST_BLOCK:
+        return f"row_cache_rows={num_entries} is no multiple of {GRANULE} up to {LARGEST_BLOCK}"
     return None
 
 
 def resolve_rows(
-    hot_row: Int[Array, "slots groups hot"],
-    hot_mean: Float[Array, "slots groups hot"],
-    hot_slot: Int[Array, "slots context"],
-    hot_page: Int[Array, "slots hot_pages"],
+    row_cache_row: Int[Array, "slots groups hot"],
+    row_cache_mean: Float[Array, "slots groups hot"],
+    row_cache_entry: Int[Array, "slots context"],
+    row_cache_page: Int[Array, "slots row_cache_pages"],
     slots: Int[Array, " sequences"],
     group: int | Int[Array, ""],
     rows: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    hot_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences hot"],
     *,
     first_host_row: int,
     rows_per_page: int,
     interpret: Any,
 ) -> Resolution:
     """`operation.resolve_rows`."""
-    num_slots, _, num_hot = hot_row.shape
+    num_slots, _, num_entries = row_cache_row.shape
     group = jnp.asarray(group, jnp.int32)
     shape, (num_sequences, num_rows, k) = located.shape, located.shape
     flat = (num_sequences, num_rows * k)
     sequence = jnp.maximum(slots, 0)[:, None]
-    leased = (slots >= 0) & (hot_page[sequence[:, 0], 0] >= 0)
+    leased = (slots >= 0) & (row_cache_page[sequence[:, 0], 0] >= 0)
     located = located.reshape(flat)
     wanted = (located >= first_host_row) & leased[:, None]
     rows = jnp.where(wanted, rows.reshape(flat), 0)
 
-    held = hot_row[sequence[:, 0], group]
-    numbers = jnp.broadcast_to(jnp.arange(num_hot, dtype=hot_slot.dtype), held.shape)
+    held = row_cache_row[sequence[:, 0], group]
+    numbers = jnp.broadcast_to(jnp.arange(num_entries, dtype=row_cache_entry.dtype), held.shape)
     listed = jnp.where((held >= 0) & leased[:, None], sequence, num_slots)
-    hot_slot = hot_slot.at[listed, held].set(numbers, mode="drop")
+    row_cache_entry = row_cache_entry.at[listed, held].set(numbers, mode="drop")
 
-    def found(hot_row: jax.Array, hot_slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The hot row of each wanted row, and whether there is one."""
-        slot = jnp.clip(hot_slot[sequence, rows].astype(jnp.int32), 0, num_hot - 1)
-        return slot, wanted & (hot_row[sequence, group, slot] == rows)
+    def found(row_cache_row: jax.Array, row_cache_entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The row-cache row of each wanted row, and whether there is one."""
+        slot = jnp.clip(row_cache_entry[sequence, rows].astype(jnp.int32), 0, num_entries - 1)
+        return slot, wanted & (row_cache_row[sequence, group, slot] == rows)
 
     # XLA copies a map that it writes before it reads.
-    slot, hit, hot_slot = lax.optimization_barrier((*found(hot_row, hot_slot), hot_slot))
+    slot, hit, row_cache_entry = lax.optimization_barrier(
+        (*found(row_cache_row, row_cache_entry), row_cache_entry)
+    )
     # Made of what is traced, as XLA copies a constant before it writes to it.
     used = jnp.broadcast_to(~leased[:, None], held.shape).astype(jnp.int32)
     batch = jnp.arange(num_sequences)[:, None]
-    used = used.at[batch, jnp.where(hit, slot, num_hot)].set(1, mode="drop")
-    hot_slot, first = _first_to_miss(
-        hot_slot, jnp.where(wanted & ~hit, sequence, num_slots), rows, num_rows
+    used = used.at[batch, jnp.where(hit, slot, num_entries)].set(1, mode="drop")
+    row_cache_entry, first = _first_to_miss(
+        row_cache_entry, jnp.where(wanted & ~hit, sequence, num_slots), rows, num_rows
     )
 
-    victims, entries, misses, staged, hot_mean = _plan(
-        hot_row, hot_mean, slots, leased, group, hot_scores, used, first, interpret
+    victims, entries, misses, staged, row_cache_mean = _plan(
+        row_cache_row,
+        row_cache_mean,
+        slots,
+        leased,
+        group,
+        row_cache_scores,
+        used,
+        first,
+        interpret,
     )
     row = jnp.take_along_axis(rows, entries, axis=1)
     place = jnp.arange(victims.shape[1])
     changed = jnp.where(place < staged[:, None], sequence, num_slots)
-    hot_row = hot_row.at[changed, group, victims].set(row, mode="drop")
-    hot_slot = hot_slot.at[changed, row].set(victims.astype(hot_slot.dtype), mode="drop")
+    row_cache_row = row_cache_row.at[changed, group, victims].set(row, mode="drop")
+    row_cache_entry = row_cache_entry.at[changed, row].set(
+        victims.astype(row_cache_entry.dtype), mode="drop"
+    )
 
     def physical(sequence: jax.Array, slot: jax.Array) -> jax.Array:
-        return hot_page[sequence, slot // rows_per_page] * rows_per_page + slot % rows_per_page
+        return (
+            row_cache_page[sequence, slot // rows_per_page] * rows_per_page + slot % rows_per_page
+        )
 
     # Both lists of all sequences, one after another: each place looks up whose it is.
     ends = jnp.sum(jnp.where(batch >= batch.T, staged, 0), axis=1)
@@ -95,11 +109,11 @@ def resolve_rows(
     nth = jnp.clip(place - (ends - staged)[whose], 0, victims.shape[1] - 1)
     host_rows = located[whose, entries[whose, nth]] - first_host_row
     device_rows = physical(sequence[whose, 0], victims[whose, nth])
-    slot, hot = found(hot_row, hot_slot)
+    slot, hot = found(row_cache_row, row_cache_entry)
     return Resolution(
-        hot_row,
-        hot_mean,
-        hot_slot,
+        row_cache_row,
+        row_cache_mean,
+        row_cache_entry,
         jnp.where(hot, physical(sequence, slot), located).reshape(shape),
         jnp.where(place < ends[-1], host_rows, 0),
         jnp.where(place < ends[-1], device_rows, 0),
@@ -111,7 +125,7 @@ def resolve_rows(
 
 
 def _first_to_miss(
-    hot_slot: Int[Array, "slots context"],
+    row_cache_entry: Int[Array, "slots context"],
     claimed: Int[Array, "sequences selected"],
     rows: Int[Array, "sequences selected"],
     num_rows: int,
@@ -119,27 +133,29 @@ def _first_to_miss(
     """Marks the first to name each missed row, which claims it in the map itself.
 
     Args:
-        hot_slot: the map.
+        row_cache_entry: the map.
         claimed: slot of the sequence of what misses, a slot too many of what does not.
         rows: selected rows.
         num_rows: how many query rows they are of.
     """
-    missed = claimed < hot_slot.shape[0]
+    missed = claimed < row_cache_entry.shape[0]
     if num_rows == 1:
-        return hot_slot, missed
-    order = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=hot_slot.dtype), rows.shape)
-    hot_slot = hot_slot.at[claimed, rows].set(_LARGEST, mode="drop")
-    hot_slot = hot_slot.at[claimed, rows].min(order, mode="drop")
-    return hot_slot, missed & (hot_slot[jnp.minimum(claimed, hot_slot.shape[0] - 1), rows] == order)
+        return row_cache_entry, missed
+    order = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=row_cache_entry.dtype), rows.shape)
+    row_cache_entry = row_cache_entry.at[claimed, rows].set(_LARGEST, mode="drop")
+    row_cache_entry = row_cache_entry.at[claimed, rows].min(order, mode="drop")
+    return row_cache_entry, missed & (
+        row_cache_entry[jnp.minimum(claimed, row_cache_entry.shape[0] - 1), rows] == order
+    )
 
 
 def _plan(
-    hot_row: Int[Array, "slots groups hot"],
-    hot_mean: Float[Array, "slots groups hot"],
+    row_cache_row: Int[Array, "slots groups hot"],
+    row_cache_mean: Float[Array, "slots groups hot"],
     slots: Int[Array, " sequences"],
     leased: Bool[Array, " sequences"],
     group: Int[Array, ""],
-    hot_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences hot"],
     used: Int[Array, "sequences hot"],
     first: Bool[Array, "sequences selected"],
     interpret: Any,
@@ -150,33 +166,36 @@ def _plan(
     Int[Array, " sequences"],
     Float[Array, "slots groups hot"],
 ]:
-    """Victims and the misses that replace them, and the new running means.
+    """EvictionQueues and the misses that replace them, and the new running means.
 
     Returns:
-        Hot rows to replace, and which of the selected rows replaces each, both ascending, as many
-        as are staged; then how many misses there are and how many are staged; then `hot_mean`.
+        Row-cache rows to replace, and which of the selected rows replaces each, both ascending, as
+        many as are staged; then how many misses there are and how many are staged; then
+        `row_cache_mean`.
     """
-    num_sequences, num_hot = hot_scores.shape
+    num_sequences, num_entries = row_cache_scores.shape
     selected = first.shape[1]
     pieces = pl.cdiv(selected, LARGEST_BLOCK)
     piece = -(-selected // (pieces * GRANULE)) * GRANULE
     first = jnp.pad(first.astype(jnp.int32), [(0, 0), (0, pieces * piece - selected)])
-    mean = jax.new_ref(hot_mean)
+    mean = jax.new_ref(row_cache_mean)
     victims, entries, counts = plgpu.kernel(
         functools.partial(_block, pieces=pieces, piece=piece),
         out_type=[
-            jax.ShapeDtypeStruct((num_sequences, num_hot), jnp.int32),
+            jax.ShapeDtypeStruct((num_sequences, num_entries), jnp.int32),
             # A piece is written from where the one before it ends, whole.
-            jax.ShapeDtypeStruct((num_sequences, num_hot + piece), jnp.int32),
+            jax.ShapeDtypeStruct((num_sequences, num_entries + piece), jnp.int32),
             jax.ShapeDtypeStruct((2, num_sequences), jnp.int32),
         ],
         grid=(num_sequences, 2),
         grid_names=("sequence", "list"),
-        scratch_types=[plgpu.SMEM((block_selection.buffer_size(max(piece, num_hot)),), jnp.int32)],
+        scratch_types=[
+            plgpu.SMEM((block_selection.buffer_size(max(piece, num_entries)),), jnp.int32)
+        ],
         kernel_name="resolve_rows",
         interpret=interpret,
-    )(hot_row, mean, jnp.where(leased, slots, -1), group[None], hot_scores, used, first)
-    listed = min(selected, num_hot)
+    )(row_cache_row, mean, jnp.where(leased, slots, -1), group[None], row_cache_scores, used, first)
+    listed = min(selected, num_entries)
     return victims[:, :listed], entries[:, :listed], *counts, jax.freeze(mean)
 
 
@@ -199,7 +218,7 @@ def _block(
     """The kernel: one list of one sequence, on one warpgroup. References are those of `_plan`; the
     slots are -1 where there is nothing to do, whose lists are then not written."""
     sequence = lax.axis_index("sequence")
-    num_hot = scores_ref.shape[1]
+    num_entries = scores_ref.shape[1]
     slot = slots_ref[sequence]
 
     def missed(number: jax.Array | int) -> jax.Array:
@@ -208,12 +227,12 @@ def _block(
     def list_victims() -> None:
         misses = sum(block_selection.count(missed(number)) for number in range(pieces))
         group_mean = mean_ref.at[slot, group_ref[0]]
-        mean = block_selection.load(group_mean, 0, num_hot)
-        scores = block_selection.load(scores_ref.at[sequence], 0, num_hot)
+        mean = block_selection.load(group_mean, 0, num_entries)
+        scores = block_selection.load(scores_ref.at[sequence], 0, num_entries)
         mean = jnp.where(mean != mean, scores, (mean + scores) * 0.5)
         group_mean[...] = mean
-        held = block_selection.load(row_ref.at[slot, group_ref[0]], 0, num_hot)
-        idle = block_selection.load(used_ref.at[sequence], 0, num_hot) == 0
+        held = block_selection.load(row_ref.at[slot, group_ref[0]], 0, num_entries)
+        idle = block_selection.load(used_ref.at[sequence], 0, num_entries) == 0
         # Complemented, the order of the values is the other way round.
         keys = ~block_selection.ordered_bits(jnp.where(held >= 0, mean, -jnp.inf))
         keys = jnp.where(idle, keys, block_selection.NEVER)
@@ -222,20 +241,20 @@ def _block(
 
         @pl.when(staged > 0)
         def _() -> None:
-            order = block_selection.indices(num_hot)
-            chosen = block_selection.choose(keys, staged, order, num_hot)
-            mean = block_selection.load(group_mean, 0, num_hot)
+            order = block_selection.indices(num_entries)
+            chosen = block_selection.choose(keys, staged, order, num_entries)
+            mean = block_selection.load(group_mean, 0, num_entries)
             group_mean[...] = jnp.where(chosen, jnp.nan, mean)
             block_selection.compact(chosen, buffer)
-            victims_ref[sequence] = block_selection.load(buffer, 0, num_hot)
+            victims_ref[sequence] = block_selection.load(buffer, 0, num_entries)
 
     def list_misses() -> None:
         def run(number: jax.Array, before: jax.Array) -> jax.Array:
             chosen = missed(number)
             after = before + block_selection.count(chosen)
 
-            # There are no victims for more than the hot rows.
-            @pl.when((before < num_hot) & (after > before))
+            # There are no victims for more than the row-cache rows.
+            @pl.when((before < num_entries) & (after > before))
             def _() -> None:
                 block_selection.compact(chosen, buffer)
                 entries = number * piece + block_selection.load(buffer, 0, piece)

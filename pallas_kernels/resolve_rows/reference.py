@@ -1,8 +1,11 @@
 """Hot-row resolution in plain jax.numpy: gathers, running counts and a threshold, no sort.
 
-A sequence has a fixed number of hot rows for each index group. `hot_row` says what each holds, and
-`hot_slot` is the way back: filled in from `hot_row` when it is needed, it is a gather by the row.
-An entry of it counts only where `hot_row` agrees, so it is never cleared and serves all groups.
+A sequence has a fixed number of row-cache rows for each index group. `row_cache_row` says what each
+holds, and `row_cache_entry` is the way back: filled in from `row_cache_row` when it is needed, it
+is a gather
+    by the row.
+An entry of it counts only where `row_cache_row` agrees, so it is never cleared and serves all
+groups.
 """
 
 from typing import NamedTuple
@@ -19,11 +22,11 @@ class Resolution(NamedTuple):
     """What `resolve_rows` finds.
 
     Attributes:
-        hot_row: the new state.
-        hot_mean: the new state.
-        hot_slot: the new state.
+        row_cache_row: the new state.
+        row_cache_mean: the new state.
+        row_cache_entry: the new state.
         row_ids: int32 [sequences, rows, k], a row of the slab, or the host row's id where it has no
-            hot row.
+            row-cache row.
         host_rows: int32 [misses], host rows to stage.
         device_rows: int32 [misses], rows of a layer to stage them in.
         num_staged: int32, how many of these lists are valid.
@@ -32,9 +35,9 @@ class Resolution(NamedTuple):
         misses: int32 [sequences], different selected rows that were not.
     """
 
-    hot_row: Int[Array, "slots groups hot"]
-    hot_mean: Float[Array, "slots groups hot"]
-    hot_slot: Int[Array, "slots context"]
+    row_cache_row: Int[Array, "slots groups hot"]
+    row_cache_mean: Float[Array, "slots groups hot"]
+    row_cache_entry: Int[Array, "slots context"]
     row_ids: Int[Array, "sequences rows k"]
     host_rows: Int[Array, " misses"]
     device_rows: Int[Array, " misses"]
@@ -45,22 +48,22 @@ class Resolution(NamedTuple):
 
 
 def resolve_rows(
-    hot_row: Int[Array, "slots groups hot"],
-    hot_mean: Float[Array, "slots groups hot"],
-    hot_slot: Int[Array, "slots context"],
-    hot_page: Int[Array, "slots hot_pages"],
+    row_cache_row: Int[Array, "slots groups hot"],
+    row_cache_mean: Float[Array, "slots groups hot"],
+    row_cache_entry: Int[Array, "slots context"],
+    row_cache_page: Int[Array, "slots row_cache_pages"],
     slots: Int[Array, " sequences"],
     group: int | Int[Array, ""],
     rows: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    hot_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences hot"],
     first_host_row: int,
     rows_per_page: int,
 ) -> Resolution:
     """`operation.resolve_rows`."""
-    num_slots, _, num_hot = hot_row.shape
+    num_slots, _, num_entries = row_cache_row.shape
     sequence = jnp.maximum(slots, 0)[:, None]
-    leased = (slots >= 0) & (hot_page[sequence[:, 0], 0] >= 0)
+    leased = (slots >= 0) & (row_cache_page[sequence[:, 0], 0] >= 0)
     shape, (num_sequences, num_rows, k) = located.shape, located.shape
     flat = (num_sequences, num_rows * k)
     located = located.reshape(flat)
@@ -68,31 +71,31 @@ def resolve_rows(
     rows = jnp.where(wanted, rows.reshape(flat), 0)
     target = jnp.where(wanted, sequence, num_slots)  # where state is written, or dropped
 
-    held = hot_row[sequence[:, 0], group]  # [sequences, hot]
-    numbers = jnp.broadcast_to(jnp.arange(num_hot, dtype=hot_slot.dtype), held.shape)
+    held = row_cache_row[sequence[:, 0], group]  # [sequences, hot]
+    numbers = jnp.broadcast_to(jnp.arange(num_entries, dtype=row_cache_entry.dtype), held.shape)
     listed = jnp.where((held >= 0) & leased[:, None], sequence, num_slots)
-    hot_slot = hot_slot.at[listed, held].set(numbers, mode="drop")
+    row_cache_entry = row_cache_entry.at[listed, held].set(numbers, mode="drop")
 
-    def found(held: jax.Array, hot_slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The hot row of each wanted row, and whether there is one."""
-        slot = jnp.clip(hot_slot[sequence, rows].astype(jnp.int32), 0, num_hot - 1)
+    def found(held: jax.Array, row_cache_entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The row-cache row of each wanted row, and whether there is one."""
+        slot = jnp.clip(row_cache_entry[sequence, rows].astype(jnp.int32), 0, num_entries - 1)
         return slot, wanted & (jnp.take_along_axis(held, slot, axis=1) == rows)
 
-    slot, hit = found(held, hot_slot)
-    used = jnp.zeros((num_sequences, num_hot + 1), bool)
-    used = used.at[jnp.arange(num_sequences)[:, None], jnp.where(hit, slot, num_hot)].set(True)
-    used = used[:, :num_hot]
-    mean = hot_mean[sequence[:, 0], group]
-    mean = jnp.where(jnp.isnan(mean), hot_scores, (mean + hot_scores) / 2)
+    slot, hit = found(held, row_cache_entry)
+    used = jnp.zeros((num_sequences, num_entries + 1), bool)
+    used = used.at[jnp.arange(num_sequences)[:, None], jnp.where(hit, slot, num_entries)].set(True)
+    used = used[:, :num_entries]
+    mean = row_cache_mean[sequence[:, 0], group]
+    mean = jnp.where(jnp.isnan(mean), row_cache_scores, (mean + row_cache_scores) / 2)
 
     missed = wanted & ~hit
     if num_rows > 1:
         # The first to name a row claims it, in the map itself.
-        order = jnp.broadcast_to(jnp.arange(flat[1], dtype=hot_slot.dtype), flat)
+        order = jnp.broadcast_to(jnp.arange(flat[1], dtype=row_cache_entry.dtype), flat)
         claimed = jnp.where(missed, target, num_slots)
-        hot_slot = hot_slot.at[claimed, rows].set(_LARGEST, mode="drop")
-        hot_slot = hot_slot.at[claimed, rows].min(order, mode="drop")
-        first = missed & (hot_slot[sequence, rows] == order)
+        row_cache_entry = row_cache_entry.at[claimed, rows].set(_LARGEST, mode="drop")
+        row_cache_entry = row_cache_entry.at[claimed, rows].min(order, mode="drop")
+        first = missed & (row_cache_entry[sequence, rows] == order)
     else:
         first = missed
     misses = jnp.sum(first, axis=1)
@@ -100,29 +103,31 @@ def resolve_rows(
     victims, num_victims = _lowest(jnp.where(held >= 0, mean, -jnp.inf), ~used, misses)
     rank = jnp.cumsum(first, axis=1) - 1
     staged = first & (rank < num_victims[:, None])
-    victim = jnp.take_along_axis(victims, jnp.clip(rank, 0, num_hot - 1), axis=1)
-    replaced = jnp.where(staged, victim, num_hot)
+    victim = jnp.take_along_axis(victims, jnp.clip(rank, 0, num_entries - 1), axis=1)
+    replaced = jnp.where(staged, victim, num_entries)
     batch = jnp.arange(num_sequences)[:, None]
     held = held.at[batch, replaced].set(rows, mode="drop")
     mean = mean.at[batch, replaced].set(jnp.nan, mode="drop")
-    hot_slot = hot_slot.at[jnp.where(staged, target, num_slots), rows].set(
-        victim.astype(hot_slot.dtype), mode="drop"
+    row_cache_entry = row_cache_entry.at[jnp.where(staged, target, num_slots), rows].set(
+        victim.astype(row_cache_entry.dtype), mode="drop"
     )
     changed = jnp.where(leased, slots, num_slots)
 
     def physical(slot: jax.Array) -> jax.Array:
-        return hot_page[sequence, slot // rows_per_page] * rows_per_page + slot % rows_per_page
+        return (
+            row_cache_page[sequence, slot // rows_per_page] * rows_per_page + slot % rows_per_page
+        )
 
     # Both lists of all sequences, one after another, closed up.
     place = jnp.where(staged.reshape(-1), jnp.cumsum(staged) - 1, staged.size)
-    lists = jnp.zeros((2, num_sequences * min(flat[1], num_hot)), jnp.int32)
+    lists = jnp.zeros((2, num_sequences * min(flat[1], num_entries)), jnp.int32)
     both = jnp.stack([(located - first_host_row).reshape(-1), physical(victim).reshape(-1)])
     host_rows, device_rows = lists.at[:, place].set(both, mode="drop")
-    slot, hot = found(held, hot_slot)
+    slot, hot = found(held, row_cache_entry)
     return Resolution(
-        hot_row.at[changed, group].set(held, mode="drop"),
-        hot_mean.at[changed, group].set(mean, mode="drop"),
-        hot_slot,
+        row_cache_row.at[changed, group].set(held, mode="drop"),
+        row_cache_mean.at[changed, group].set(mean, mode="drop"),
+        row_cache_entry,
         jnp.where(hot, physical(slot), located).reshape(shape),
         host_rows,
         device_rows,

@@ -10,13 +10,13 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolveSpec:
-    """A step's selections and the hot rows that they meet.
+    """A step's selections and the row-cache rows that they meet.
 
     Attributes:
         sequences: sequences of the step.
         rows: query rows of each.
         k: selected rows of each.
-        hot: hot rows of a sequence.
+        hot: row-cache rows of a sequence.
         context: most rows of a sequence on a device.
         groups: index groups.
         rows_per_page: rows of a page on a device.
@@ -70,7 +70,8 @@ SPECS = {
     "glm_4x8": _glm(8, 4, 4096),
     "glm_4x32": _glm(32, 4, 8192),
     "glm_6x32": _glm(32, 6, 8192),
-    # One query row; several, whose selections take more than one piece; more misses than hot rows.
+    # One query row; several, whose selections take more than one piece; more misses than row-cache
+    # rows.
     "odd_1": ResolveSpec(3, 1, 300, 256, 700, 2, 4, 1000),
     "odd_3": ResolveSpec(3, 3, 230, 256, 450, 2, 8, 1000),
 }
@@ -78,7 +79,7 @@ SPECS = {
 
 
 def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> list[jax.Array]:
-    """Random arguments, some sequences of which are padding or have no hot rows.
+    """Random arguments, some sequences of which are padding or have no row-cache rows.
 
     Args:
         spec: their shapes.
@@ -97,7 +98,7 @@ def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> li
     pages[rng.random(spec.slots) < 0.15] = -1
     slots = rng.permutation(spec.slots)[: spec.sequences]
     slots[rng.random(spec.sequences) < 0.15] = -1
-    # What a map holds where no hot row agrees with it means nothing.
+    # What a map holds where no row-cache row agrees with it means nothing.
     junk = rng.integers(-(2**15), 2**15, (spec.slots, context))
     selected = (spec.sequences, spec.rows, spec.k)
     rows = rng.permuted(np.tile(np.arange(context), (*selected[:2], 1)), axis=2)[..., : spec.k]

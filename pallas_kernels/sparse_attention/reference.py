@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.common.implementation import chosen
+from pallas_kernels.common.implementation import default_implementation
 from pallas_kernels.common.ring_copy import unsupported_rows
 from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.fetch_rows import fetch_rows
@@ -72,7 +72,7 @@ def _fetch(
 ) -> jax.Array:
     """Rows [k, width], those of them from host memory whose host row [k] is not -1."""
     on_host = host_rows >= 0
-    if chosen(unsupported_rows(host)) != "reference":
+    if default_implementation(unsupported_rows(host)) != "reference":
         targets = jnp.arange(host_rows.shape[0], dtype=jnp.int32)
         place = jnp.where(on_host, jnp.cumsum(on_host) - 1, targets.shape[0])
         listed, wanted = (

@@ -20,7 +20,7 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.common.compiler_options import GPU_COMPILER_OPTIONS
-from pallas_kernels.common.implementation import preferred
+from pallas_kernels.common.implementation import override_implementation
 from pallas_kernels.common.jax_internals import compile_lowered, num_devices
 from scripts.aot.h200_target import h200_target
 from scripts.aot.hlo_program import COLLECTIVES, HloProgram, Instruction
@@ -188,7 +188,7 @@ def compile_for_h200(
     _check_platform()
     with (
         _mosaic_dump() as dump,
-        preferred("mosaic_gpu"),
+        override_implementation("mosaic_gpu"),
         jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext(),
     ):
         lowered = jitted.trace(*arguments, **(static or {})).lower(lowering_platforms=("cuda",))

@@ -15,7 +15,7 @@ from serving.cli.process import (
     print_output,
 )
 from serving.llm import LLM
-from serving.requests.reader import Prompt
+from serving.requests.input_processor import Prompt
 from serving.requests.sampling_params import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")

@@ -27,7 +27,7 @@ _HELP = {
     "host_memory_gib": "host memory for pages that do not fit on the devices, in GiB",
     "kv_policy": "hybrid also reads pages in host memory, swap moves whole sequences there, "
     "resident keeps all pages on the devices",
-    "hot_rows": "rows of a sequence's pages in host memory that each device caches",
+    "row_cache_rows": "rows of a sequence's pages in host memory that each device caches",
     "memory_fraction": "fraction of each device's memory for weights and KV store",
 }
 _DERIVED = {
@@ -36,7 +36,7 @@ _DERIVED = {
     "max_num_batched_tokens": "8192, on a CPU 512",
     "device_pages": "all that fit",
     "host_memory_gib": "half of what is free, on a CPU 1",
-    "hot_rows": "four selections, as far as there is room",
+    "row_cache_rows": "four selections, as far as there is room",
 }
 """Defaults of the fields that are None."""
 

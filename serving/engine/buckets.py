@@ -4,8 +4,8 @@ import dataclasses
 
 from kvcache.geometry import KVGeometry
 
-_FEWEST_ROWS = 32
-_FEWEST_CONTEXT_TOKENS = 4096
+_MIN_ROWS = 32
+_MIN_CONTEXT_TOKENS = 4096
 _GROWTH = 4
 
 
@@ -29,11 +29,11 @@ class Buckets:
     @classmethod
     def for_geometry(cls, geometry: KVGeometry, max_num_batched_tokens: int) -> "Buckets":
         """Buckets up to the given chunk of a prefill and the geometry's limits."""
-        fewest_pages = geometry.pages_for(_FEWEST_CONTEXT_TOKENS)
+        min_pages = geometry.pages_for(_MIN_CONTEXT_TOKENS)
         return cls(
-            _geometric(_FEWEST_ROWS, max_num_batched_tokens),
+            _geometric(_MIN_ROWS, max_num_batched_tokens),
             _geometric(1, geometry.max_sequences),
-            _geometric(fewest_pages, geometry.max_pages_per_sequence),
+            _geometric(min_pages, geometry.max_pages_per_sequence),
             geometry.rows_per_page,
         )
 

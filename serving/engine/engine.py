@@ -32,10 +32,10 @@ from serving.options.engine_options import (
     resolve_row_kind,
 )
 from serving.options.plain_values import plain_value
-from serving.options.store_options import StoreOptions, most_step_rows, resolve_geometry
+from serving.options.store_options import StoreOptions, max_step_rows, resolve_geometry
 from serving.requests.generation_config import GenerationConfig
+from serving.requests.input_processor import InputProcessor
 from serving.requests.outputs import TokenTexts
-from serving.requests.reader import RequestReader
 from serving.requests.request import Continuation, Request
 from serving.scheduler import PrefillChunk, Schedulable, Scheduler, SequenceOutOfPagesError
 
@@ -101,11 +101,11 @@ class Engine:
                 params,
                 geometry,
                 mesh,
-                Buckets.for_geometry(geometry, most_step_rows(geometry, batched_tokens)),
+                Buckets.for_geometry(geometry, max_step_rows(geometry, batched_tokens)),
                 None if self.tokenizer is None else TokenTexts(self.tokenizer),
             )
             self.runner.synchronize()
-        self.reader = RequestReader(
+        self.input_processor = InputProcessor(
             tokenizer=self.tokenizer,
             generation_config=generation_config,
             eos_token_ids=generation_config.eos_token_ids | frozenset(config.eos_token_ids),
@@ -217,8 +217,8 @@ class Engine:
         return LoopMetrics(
             num_waiting=self.scheduler.num_waiting,
             num_running=self.scheduler.num_running,
-            num_parked=self.scheduler.num_parked,
-            parkings=scheduled.parked,
+            num_preempted=self.scheduler.num_preempted,
+            num_preemptions=scheduled.preempted,
             steps=scheduled.steps,
             device_pages=self.runner.geometry.device_pages,
             free_device_pages=residency.num_free_device,

@@ -42,8 +42,8 @@ class LoopMetrics:
     Attributes:
         num_waiting: sequences that have not started; a request has `n` of them.
         num_running: sequences that have slots.
-        num_parked: sequences that have lost their slot for want of pages and wait to go on.
-        parkings: times that one did.
+        num_preempted: sequences that have lost their slot for want of pages and wait to go on.
+        num_preemptions: times that one did.
         steps: steps of the loop.
         device_pages: pages of the store on the devices.
         free_device_pages: of these, free.
@@ -51,11 +51,11 @@ class LoopMetrics:
         free_host_pages: of these, free.
         pages: pages by state, as named in docs/design.md.
         prompt_tokens: tokens of prompts that have been computed or found in the cache, those of
-            parked sequences each time.
+            preempted sequences each time.
         cached_tokens: of these, found in the cache.
         generated_tokens: output tokens.
         cache: what the cache did: reads as of the last results, all else for sequences that have
-            ended or been parked.
+            ended or been preempted.
         finished: continuations that have ended, by reason; "error" for those that failed.
         stalls: launches whose results were waited for.
         stalled_seconds: how long.
@@ -69,8 +69,8 @@ class LoopMetrics:
 
     num_waiting: int
     num_running: int
-    num_parked: int
-    parkings: int
+    num_preempted: int
+    num_preemptions: int
     steps: int
     device_pages: int
     free_device_pages: int

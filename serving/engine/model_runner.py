@@ -60,7 +60,7 @@ class SequenceResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scores:
-    """Log-probabilities on their way to the host.
+    """Log-probabilities in flight to the host.
 
     Attributes:
         found: of each row.
@@ -75,7 +75,7 @@ class _Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launched:
-    """A launch whose results are on their way to the host.
+    """A launch whose results are in flight to the host.
 
     Attributes:
         sequences: those that it appended to.
@@ -196,17 +196,17 @@ class ModelRunner:
 
     def _warm_up_prefill(self, rows: int, pages: int) -> None:
         token_ids = np.zeros((1, rows), np.int32)
-        output = self._prefill(_nobody(1), 0, token_ids, pages)
+        output = self._prefill(_padding_slots(1), 0, token_ids, pages)
         self._warm_up_choice(output)
         logits, size = self._head(output.hidden, 0), self._scored_rows
         for count in self._scored_counts:
-            self._score(logits, jax.device_put(_nobody(size) + 1), (0,), [count])
+            self._score(logits, jax.device_put(_padding_slots(size) + 1), (0,), [count])
 
     def _warm_up_decode(self, count: int, pages: int) -> None:
-        self._warm_up_choice(self._decode(_nobody(count), pages))
+        self._warm_up_choice(self._decode(_padding_slots(count), pages))
 
     def _warm_up_choice(self, output: StepOutput) -> None:
-        chosen = self._sample(_nobody(len(output.logits)), output.logits, output.next_token)
+        chosen = self._sample(_padding_slots(len(output.logits)), output.logits, output.next_token)
         for tokens in (chosen, output.next_token):
             for count in self._scored_counts:
                 self._score(output.logits, tokens, None, [count])
@@ -224,7 +224,7 @@ class ModelRunner:
                 hidden_size=self.config.hidden_size,
                 dtype=self.config.compute_dtype,
             ),
-            most_step_rows=self.buckets.rows[-1],
+            max_step_rows=self.buckets.rows[-1],
             with_hidden=self._steps.with_mtp,
         )
         self._sampling = SamplingState.create(
@@ -261,18 +261,18 @@ class ModelRunner:
             launched = self._choose([sequence], slots, output)
         else:
             # Its greedy choice, which nobody wants, tells when it is done.
-            launched = _on_its_way(
+            launched = _start_transfers(
                 Launched([sequence], slots, output.next_token, output.reads, chooses=False)
             )
         return dataclasses.replace(launched, start=chunk.start, prompt_scores=scores)
 
     def launch_decode(self, batch: Mapping[int, Continuation]) -> Launched:
         """Appends the last chosen token of the sequence in each slot, and chooses the next ones."""
-        slots = _nobody(fit(self.buckets.sequences, len(batch)))
+        slots = _padding_slots(fit(self.buckets.sequences, len(batch)))
         slots[: len(batch)] = list(batch)
         self.cache.prepare(dict.fromkeys(batch, 1))
-        most_pages = max(self.cache.num_pages(slot) for slot in batch)
-        output = self._decode(slots, fit(self.buckets.context_pages, most_pages))
+        max_pages = max(self.cache.num_pages(slot) for slot in batch)
+        output = self._decode(slots, fit(self.buckets.context_pages, max_pages))
         return self._choose(list(batch.values()), slots, output)
 
     def results(self, launched: Launched) -> list[SequenceResult]:
@@ -344,7 +344,7 @@ class ModelRunner:
         output: StepOutput,
     ) -> Launched:
         """The next token of each sequence: the step's own greedy choice, or the sampler's."""
-        chosen, sampled = output.next_token, _nobody(len(slots))
+        chosen, sampled = output.next_token, _padding_slots(len(slots))
         for row, sequence in enumerate(sequences):
             if sequence.sampling is not None:
                 sampled[row] = slots[row]
@@ -353,7 +353,7 @@ class ModelRunner:
         scores = self._score(
             output.logits, chosen, None, [sequence.params.logprobs for sequence in sequences]
         )
-        return _on_its_way(Launched(sequences, slots, chosen, output.reads, scores))
+        return _start_transfers(Launched(sequences, slots, chosen, output.reads, scores))
 
     def _sample(self, slots: np.ndarray, logits: jax.Array, greedy: jax.Array) -> jax.Array:
         with self._first_use(f"the sampler of {len(slots)}"):
@@ -424,12 +424,12 @@ def _decode_name(count: int, pages: int) -> str:
     return f"the decode of {count}, {pages} pages"
 
 
-def _nobody(count: int) -> np.ndarray:
+def _padding_slots(count: int) -> np.ndarray:
     """Slots of groups that are padding."""
     return np.full(count, -1, np.int32)
 
 
-def _on_its_way(launched: Launched) -> Launched:
+def _start_transfers(launched: Launched) -> Launched:
     launched.tokens.copy_to_host_async()
     if launched.reads is not None:
         launched.reads.copy_to_host_async()

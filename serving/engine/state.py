@@ -158,6 +158,6 @@ class EngineState:
             self.runner.cache,
             max_num_seqs=self.runner.geometry.max_sequences,
             max_num_batched_tokens=self._max_num_batched_tokens,
-            most_step_rows=self.runner.buckets.rows[-1],
+            max_step_rows=self.runner.buckets.rows[-1],
             chunk_rows=self.runner.buckets.chunk,
         )

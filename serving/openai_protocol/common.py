@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from glm53.tokenizer import Tokenizer
+from serving.requests.input_processor import Prompt
 from serving.requests.outputs import RequestOutput, TokenLogprobs
-from serving.requests.reader import Prompt
 from serving.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 
 ErrorCode = Literal["invalid_request", "model_not_found"]

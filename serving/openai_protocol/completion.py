@@ -20,8 +20,8 @@ from serving.openai_protocol.common import (
     token_text,
     usage,
 )
+from serving.requests.input_processor import Prompt
 from serving.requests.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from serving.requests.reader import Prompt
 from serving.requests.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 2048

@@ -50,8 +50,8 @@ class EngineOptions:
             reads from there what a token selects; "resident" keeps every page on the devices;
             "swap" keeps every page of the sequences that run on the devices, and moves whole
             sequences to host memory and back.
-        hot_rows: rows of pages in host memory that a sequence keeps on each device; None is four
-            selections, as far as there is room. No size changes an answer. Only for "hybrid".
+        row_cache_rows: rows of pages in host memory that a sequence keeps on each device; None is
+            four selections, as far as there is room. No size changes an answer. Only for "hybrid".
         memory_fraction: share of each device's memory for weights and store. On a CPU the store
             takes 1 GiB a device.
 
@@ -75,7 +75,7 @@ class EngineOptions:
     device_pages: int | None = None
     host_memory_gib: float | int | None = None
     kv_policy: KVPolicy = "hybrid"
-    hot_rows: int | None = None
+    row_cache_rows: int | None = None
     memory_fraction: float | int = MEMORY_FRACTION
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from kvcache import KVGeometry
-from kvcache.geometry import MAX_HOT_ROWS
+from kvcache.geometry import MAX_ROW_CACHE_ROWS
 from kvcache.tiers.offload_policy import lease_reserve
 from pallas_kernels.common.host_memory import (
     LIMIT_VARIABLE,
@@ -23,14 +23,16 @@ from serving.options.engine_options import EngineOptions, KVPolicy, check_count
 
 logger = logging.getLogger(__name__)
 
-_MOST_HOST_GIB = 1 << 20
+_MAX_HOST_GIB = 1 << 20
 _CPU_BYTES = 1 << 30  # of a store on a CPU, in each tier
 _MEMORY_INFO, _FREE = Path("/proc/meminfo"), "MemAvailable:"
 _HOST_SHARE = 0.5  # of the free host memory, for the host tier of accelerators
-_HOT_SELECTIONS = 4  # selections that a sequence's hot rows hold
-_WITHOUT_HOT_ROWS = ("resident", "swap")
-_LEASE_SHARE = 4  # hot rows of a sequence, and staging, take at most this part of the device pages
-FEWEST_DEVICE_PAGES = 4
+_HOT_SELECTIONS = 4  # selections that a sequence's row-cache rows hold
+_WITHOUT_ROW_CACHE = ("resident", "swap")
+_LEASE_SHARE = (
+    4  # row-cache rows of a sequence, and staging, take at most this part of the device pages
+)
+MIN_DEVICE_PAGES = 4
 """With a host tier: two newest pages of a sequence, and two for its next step."""
 
 
@@ -42,7 +44,7 @@ class StoreOptions:
         device_pages: pages on the devices.
         host_memory_gib: host memory for pages that leave the devices, all devices together.
         kv_policy: see `EngineOptions`.
-        hot_rows: rows of such pages that a sequence keeps on each device.
+        row_cache_rows: rows of such pages that a sequence keeps on each device.
         memory_fraction: share of each device's memory for weights and store.
         free_host_bytes: host memory that is free before the weights are read.
 
@@ -53,12 +55,12 @@ class StoreOptions:
     device_pages: int | None
     host_memory_gib: float | int | None
     kv_policy: KVPolicy
-    hot_rows: int | None
+    row_cache_rows: int | None
     memory_fraction: float | int
     free_host_bytes: int = dataclasses.field(default_factory=lambda: _free_host_bytes())
 
     def __post_init__(self) -> None:
-        for name in ("device_pages", "hot_rows"):
+        for name in ("device_pages", "row_cache_rows"):
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value)
@@ -66,13 +68,18 @@ class StoreOptions:
             raise ValueError(f"kv_policy must be one of {policies}, got {self.kv_policy!r}")
         _check_number("memory_fraction", self.memory_fraction, 0, 1)
         if self.host_memory_gib is not None:
-            _check_number("host_memory_gib", self.host_memory_gib, 0, _MOST_HOST_GIB)
-        for name, policies in (("host_memory_gib", ["resident"]), ("hot_rows", _WITHOUT_HOT_ROWS)):
+            _check_number("host_memory_gib", self.host_memory_gib, 0, _MAX_HOST_GIB)
+        for name, policies in (
+            ("host_memory_gib", ["resident"]),
+            ("row_cache_rows", _WITHOUT_ROW_CACHE),
+        ):
             value = getattr(self, name)
             if value is not None and self.kv_policy in policies:
                 raise ValueError(f"{name} {value} has no use with kv_policy {self.kv_policy!r}")
-        if self.hot_rows is not None and self.hot_rows > MAX_HOT_ROWS:
-            raise ValueError(f"hot_rows must be at most {MAX_HOT_ROWS}, got {self.hot_rows}")
+        if self.row_cache_rows is not None and self.row_cache_rows > MAX_ROW_CACHE_ROWS:
+            raise ValueError(
+                f"row_cache_rows must be at most {MAX_ROW_CACHE_ROWS}, got {self.row_cache_rows}"
+            )
 
     @classmethod
     def of(cls, options: EngineOptions) -> "StoreOptions":
@@ -81,7 +88,7 @@ class StoreOptions:
             device_pages=options.device_pages,
             host_memory_gib=options.host_memory_gib,
             kv_policy=options.kv_policy,
-            hot_rows=options.hot_rows,
+            row_cache_rows=options.row_cache_rows,
             memory_fraction=options.memory_fraction,
         )
 
@@ -142,7 +149,7 @@ def resolve_geometry(
         )
     else:
         device_pages, host_pages = options.device_pages, host_bytes // one_page.page_bytes
-        # Room for a copy of each page: hot rows and staging take places on the device.
+        # Room for a copy of each page: row-cache rows and staging take places on the device.
         host_pages = min(host_pages, needed) if needed > device_pages else 0
     asked = options.host_memory_gib is not None and needed > device_pages
     if asked and host_bytes < one_page.page_bytes:
@@ -152,14 +159,14 @@ def resolve_geometry(
         )
     geometry = dataclasses.replace(one_page, device_pages=device_pages)
     if host_pages:
-        if device_pages < FEWEST_DEVICE_PAGES:
+        if device_pages < MIN_DEVICE_PAGES:
             raise ValueError(
-                f"device_pages must be at least {FEWEST_DEVICE_PAGES} with pages in host memory, "
+                f"device_pages must be at least {MIN_DEVICE_PAGES} with pages in host memory, "
                 f"got {device_pages}: raise it or use kv_policy='resident'"
             )
         geometry = dataclasses.replace(geometry, host_pages=host_pages)
         if options.kv_policy == "hybrid":
-            geometry = _with_hot_rows(geometry, options.hot_rows, index_topk)
+            geometry = _with_row_cache_rows(geometry, options.row_cache_rows, index_topk)
         if not on_cpu and geometry.host_bytes > pinnable_bytes():
             raise ValueError(
                 f"host_memory_gib {options.host_memory_gib} is more than jax was started with: "
@@ -188,7 +195,7 @@ def _fitting_pages(
     without_host, _ = one_page.pages_within(device_bytes, 0)
     if without_host >= needed:
         return needed, 0
-    least = FEWEST_DEVICE_PAGES
+    least = MIN_DEVICE_PAGES
     if options.kv_policy == "swap" and one_page.max_pages_per_sequence <= without_host:
         # All pages of a sequence that runs are on the devices.
         least = max(least, one_page.max_pages_per_sequence)
@@ -233,34 +240,36 @@ def _check_longest(
         )
 
 
-def most_step_rows(geometry: KVGeometry, max_num_batched_tokens: int) -> int:
+def max_step_rows(geometry: KVGeometry, max_num_batched_tokens: int) -> int:
     """Most tokens of a prefill step: their pages must lie on the device, beside two others."""
     if not geometry.has_host_tier:
         return max_num_batched_tokens
-    pages = geometry.device_pages - FEWEST_DEVICE_PAGES + 1
+    pages = geometry.device_pages - MIN_DEVICE_PAGES + 1
     return min(max_num_batched_tokens, pages * geometry.rows_per_page)
 
 
-def _with_hot_rows(geometry: KVGeometry, hot_rows: int | None, index_topk: int) -> KVGeometry:
+def _with_row_cache_rows(
+    geometry: KVGeometry, row_cache_rows: int | None, index_topk: int
+) -> KVGeometry:
     device_pages = geometry.device_pages
-    most_pages = max(device_pages // _LEASE_SHARE, 1)
-    if hot_rows is None:
+    max_pages = max(device_pages // _LEASE_SHARE, 1)
+    if row_cache_rows is None:
         wanted = -(-_HOT_SELECTIONS * index_topk // geometry.num_devices)
-        hot_rows = min(wanted, most_pages * geometry.rows_per_device, MAX_HOT_ROWS)
-    hot_pages = -(-hot_rows // geometry.rows_per_device)
-    room = device_pages - FEWEST_DEVICE_PAGES // 2 - lease_reserve(device_pages, 1)
-    if hot_pages > room:
+        row_cache_rows = min(wanted, max_pages * geometry.rows_per_device, MAX_ROW_CACHE_ROWS)
+    row_cache_pages = -(-row_cache_rows // geometry.rows_per_device)
+    room = device_pages - MIN_DEVICE_PAGES // 2 - lease_reserve(device_pages, 1)
+    if row_cache_pages > room:
         raise ValueError(
-            f"hot_rows {hot_rows} takes {hot_pages} of {device_pages} pages on the devices, which "
-            f"leave {room} for it: set hot_rows to at most {room * geometry.rows_per_device} or "
-            "raise device_pages"
+            f"row_cache_rows {row_cache_rows} takes {row_cache_pages} of {device_pages} pages on "
+            f"the devices, which leave {room} for it: set row_cache_rows to at most "
+            f"{room * geometry.rows_per_device} or raise device_pages"
         )
     # A layer of a page is staged at a time: a staging page has room for one of each layer.
     staging_pages = -(-geometry.max_pages_per_sequence // geometry.num_layers)
     return dataclasses.replace(
         geometry,
-        hot_rows=hot_rows,
-        staging_pages=min(staging_pages, most_pages),
+        row_cache_rows=row_cache_rows,
+        staging_pages=min(staging_pages, max_pages),
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from kvcache.cache_compiled import cache_compiled
 from kvcache.device.pytree import pytree_dataclass
-from kvcache.per_engine import per_engine
 
 MAX_STOP_IDS = 128
 """Most stop ids of a request."""
@@ -91,7 +91,7 @@ class SamplingState:
         return max_sequences * sum(array.nbytes for array in jax.tree.leaves(greedy))
 
 
-@per_engine
+@cache_compiled
 def _repeat(count: int, mesh: Mesh) -> Callable[[SamplingState], SamplingState]:
     def repeat(one: SamplingState) -> SamplingState:
         return jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), one)

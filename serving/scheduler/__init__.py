@@ -1,4 +1,5 @@
-"""Decides what each step computes: who starts, whose prompt goes on, who decodes, who is parked."""
+"""Decides what each step computes: who starts, whose prompt goes on, who decodes, who is
+preempted."""
 
 from serving.scheduler.counters import SchedulerCounters
 from serving.scheduler.scheduler import PrefillChunk, Scheduler, SequenceOutOfPagesError

@@ -20,7 +20,7 @@ def check_record(record: ScheduledSequence, cache: SequenceCache) -> None:
     )
     num_tokens = len(sequence.token_ids) + len(sequence.output_ids)
     assert record.num_tokens == num_tokens, f"{name} has {num_tokens} tokens"
-    chosen = len(sequence.output_ids) + record.under_way
+    chosen = len(sequence.output_ids) + record.in_flight
     assert chosen <= sequence.max_tokens, f"{name} has chosen {chosen} tokens"
     assert record.num_left == sequence.max_tokens - chosen, f"{name} has chosen {chosen} tokens"
     prefilling = phase is Phase.PREFILLING
@@ -31,12 +31,12 @@ def check_record(record: ScheduledSequence, cache: SequenceCache) -> None:
     never = phase in _NEVER_OPENED
     assert (record.opened is None) == never, f"{name} was opened: {record.opened}"
     if record.slot is None:
-        assert never or phase in (Phase.PARKED, Phase.DRAINING), f"{name} has no slot"
+        assert never or phase in (Phase.PREEMPTED, Phase.DRAINING), f"{name} has no slot"
         return
     rows = cache.length(record.slot)
     if prefilling:
         assert rows == record.num_rows, f"{name} has {rows} rows"
-        assert record.remaining > 0 and not record.under_way, f"{name} has nothing to compute"
+        assert record.remaining > 0 and not record.in_flight, f"{name} has nothing to compute"
     else:
         assert rows == min(record.num_rows, num_tokens), f"{name} has {rows} rows"
         assert not record.remaining, f"{name} has {record.remaining} tokens to compute"

@@ -11,10 +11,10 @@ Entry = tuple[Order, int, ScheduledSequence]  # the second, a ticket, tells entr
 class PrefillQueue:
     """Sequences with tokens to compute before they decode, best first.
 
-    Higher priority goes first; then those that have been parked, the one opened first leading; then
-    the least `remaining + age_weight * launched_before`. So of equal priority and never parked, a
-    sequence is overtaken only by those that come before `remaining / age_weight` further prompt
-    tokens have been launched: whatever comes later has a greater key.
+    Higher priority goes first; then those that have been preempted, the one opened first leading;
+    then the least `remaining + age_weight * launched_before`. So of equal priority and never
+    preempted, a sequence is overtaken only by those that come before `remaining / age_weight`
+    further prompt tokens have been launched: whatever comes later has a greater key.
 
     Adding, removing and changing one costs O(log n).
 
@@ -42,10 +42,10 @@ class PrefillQueue:
     def order(self, record: ScheduledSequence) -> Order:
         """A sequence's place, lower first; no two have the same."""
         key = record.remaining + self._age_weight * record.launched_before
-        if record.was_parked:
-            assert record.opened is not None, "a sequence that has never run was parked"
+        if record.was_preempted:
+            assert record.opened is not None, "a sequence that has never run was preempted"
             key = float(record.opened)
-        return -record.sequence.priority, int(not record.was_parked), key, record.number
+        return -record.sequence.priority, int(not record.was_preempted), key, record.number
 
     def push(self, record: ScheduledSequence) -> None:
         """Adds a sequence, or gives it its new place."""

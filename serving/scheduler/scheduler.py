@@ -20,7 +20,7 @@ from serving.scheduler.sequence_cache import SequenceCache
 from serving.scheduler.slots import Slots
 from serving.scheduler.waiting_queue import WaitingQueue
 
-_PROMISED_ROWS = 2  # beyond the tokens that a sequence opens with
+_RESERVED_ROWS = 2  # beyond the tokens that a sequence opens with
 
 
 class SequenceOutOfPagesError(OutOfPagesError):
@@ -40,7 +40,7 @@ class SequenceOutOfPagesError(OutOfPagesError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A piece of a prompt, or of what a parked sequence had, to be launched.
+    """A piece of a prompt, or of what a preempted sequence had, to be launched.
 
     Attributes:
         sequence: whose.
@@ -60,12 +60,12 @@ class PrefillChunk:
 
 
 class Scheduler:
-    """Decides who starts, whose prompt goes on, who decodes, and who is parked.
+    """Decides who starts, whose prompt goes on, who decodes, and who is preempted.
 
     Prompts are computed in the order of `PrefillQueue`, those that have begun and those that have
     not alike. The best of the latter, if it does not fit, holds up those behind it, and nobody
     else. Sequences get pages as they grow; when these are short, the youngest of lowest priority is
-    parked, and computed again from what the cache has kept. So the oldest of highest priority
+    preempted, and computed again from what the cache has kept. So the oldest of highest priority
     always ends.
 
     A step has chunks of at most `max_num_batched_tokens` tokens together, and one at least if any
@@ -75,7 +75,7 @@ class Scheduler:
         cache: where the sequences' rows are.
         max_num_seqs: most sequences that have slots.
         max_num_batched_tokens: most prompt tokens a step.
-        most_step_rows: most rows of a chunk.
+        max_step_rows: most rows of a chunk.
         chunk_rows: rows of the launch that suits so many remaining tokens best, which may be fewer
             or more; by default as many.
         age_weight: see `PrefillQueue`.
@@ -93,14 +93,14 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        most_step_rows: int,
+        max_step_rows: int,
         chunk_rows: Callable[[int], int] = lambda remaining: remaining,
         age_weight: float = 0.25,
     ) -> None:
         for name, value in (
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
-            ("most_step_rows", most_step_rows),
+            ("max_step_rows", max_step_rows),
             ("age_weight", age_weight),
         ):
             if value <= 0:
@@ -108,7 +108,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._cache = cache
         self._budget = self._max_num_batched_tokens = max_num_batched_tokens
-        self._most_chunk_tokens = min(most_step_rows, max_num_batched_tokens)
+        self._max_chunk_tokens = min(max_step_rows, max_num_batched_tokens)
         self._chunk_rows = chunk_rows
         self._records: dict[Schedulable, ScheduledSequence] = {}
         self._waiting = WaitingQueue(age_weight)
@@ -128,9 +128,9 @@ class Scheduler:
         return self._waiting.num_new
 
     @property
-    def num_parked(self) -> int:
+    def num_preempted(self) -> int:
         """Sequences that have lost their slot and wait for another."""
-        return self._waiting.num_parked
+        return self._waiting.num_preempted
 
     @property
     def running(self) -> dict[int, Schedulable]:
@@ -224,7 +224,7 @@ class Scheduler:
             return
         self._prefilling.discard(record)
         record.tokens = None
-        record.under_way += 1
+        record.in_flight += 1
         record.num_left -= 1
         self._slots.chosen(record)
         self._chosen_now.append(chunk.slot)
@@ -253,10 +253,10 @@ class Scheduler:
         self.counters.decoded_tokens += len(batch)
         for slot, sequence in batch.items():
             record = self._records[sequence]
-            if not record.under_way:
+            if not record.in_flight:
                 # Known already, as by an owner that waits for every result.
                 self._cache.advance(slot, sequence.output_ids[-1:])
-            record.under_way += 1
+            record.in_flight += 1
             record.num_left -= 1
             if not record.num_left:
                 self._slots.chosen(record)
@@ -268,24 +268,24 @@ class Scheduler:
             Whether it counts: the sequence has not ended meanwhile.
 
         Raises:
-            ValueError: nothing is under way for this sequence.
+            ValueError: nothing is in flight for this sequence.
         """
         record = self._records.get(sequence)
         if record is None:
             self.counters.dropped_results += 1
             return False
-        if not record.under_way:
+        if not record.in_flight:
             raise ValueError(f"a result of sequence {record.number}, of which nothing is launched")
-        record.under_way -= 1
+        record.in_flight -= 1
         record.num_tokens += 1
-        if record.under_way and record.slot is not None:
+        if record.in_flight and record.slot is not None:
             # Its row has been launched with the choice of the next.
             self._cache.advance(record.slot, [token])
         return True
 
     def finish(self, sequence: Schedulable) -> CacheCounters:
         """Ends a sequence, wherever it stands; what the cache did for it, what it found of its own
-        rows after it was parked not counted.
+        rows after it was preempted not counted.
 
         Raises:
             ValueError: it is not here.
@@ -322,14 +322,14 @@ class Scheduler:
         if slot is None or record is None or self._chunk_tokens(record.remaining) > self._budget:
             return
         sequence, tokens = record.sequence, record.known_tokens()
-        most_rows = len(sequence.token_ids) + sequence.max_tokens - 1
+        max_rows = len(sequence.token_ids) + sequence.max_tokens - 1
         try:
             cached = self._cache.open(
                 slot,
                 tokens,
-                min(len(tokens) + _PROMISED_ROWS, most_rows),
+                min(len(tokens) + _RESERVED_ROWS, max_rows),
                 use_prefix=sequence.reuse_prefix,
-                # A page for each, lest it is parked as soon as one of them grows.
+                # A page for each, lest it is preempted as soon as one of them grows.
                 spare_pages=len(self._slots),
             )
         except OutOfPagesError as error:
@@ -349,12 +349,12 @@ class Scheduler:
         self.counters.opened += 1
         self.counters.cached_tokens += cached
 
-    def _close(self, record: ScheduledSequence, *, parked: bool = False) -> None:
+    def _close(self, record: ScheduledSequence, *, preempted: bool = False) -> None:
         """Takes a sequence's slot away; its rows stay cached while there is room."""
         assert record.slot is not None, "closed without a slot"
         freed = self._cache.reserved_pages(record.slot)
-        counters = self._cache.close(record.slot, parked=parked)
-        if record.was_parked:  # It found its own rows again.
+        counters = self._cache.close(record.slot, preempted=preempted)
+        if record.was_preempted:  # It found its own rows again.
             counters = dataclasses.replace(counters, cached_tokens=0)
         record.counters += counters
         self._slots.give_back(record)
@@ -376,10 +376,10 @@ class Scheduler:
         record = self._slots.youngest()
         if record is None:
             raise SequenceOutOfPagesError(needy.sequence, needy.num_rows + 1, "one more row")
-        self._close(record, parked=True)
-        self._waiting.park(record)
-        self.counters.parked += 1
+        self._close(record, preempted=True)
+        self._waiting.preempt(record)
+        self.counters.preempted += 1
 
     def _chunk_tokens(self, remaining: int) -> int:
-        rows = self._chunk_rows(min(remaining, self._most_chunk_tokens))
-        return min(rows, remaining, self._most_chunk_tokens)
+        rows = self._chunk_rows(min(remaining, self._max_chunk_tokens))
+        return min(rows, remaining, self._max_chunk_tokens)

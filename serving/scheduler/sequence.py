@@ -42,8 +42,8 @@ class Phase(enum.Enum):
 
     WAITING: has never had a slot. HELD: so too, and waits for the same prompt of another to be
     computed. PREFILLING: has a slot, and tokens that are known and not launched. DECODING: has a
-    slot, and all known tokens are launched. DRAINING: its last token is launched. PARKED: lost its
-    slot and waits for another.
+    slot, and all known tokens are launched. DRAINING: its last token is launched. PREEMPTED: lost
+    its slot and waits for another.
     """
 
     WAITING = enum.auto()
@@ -51,7 +51,7 @@ class Phase(enum.Enum):
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     DRAINING = enum.auto()
-    PARKED = enum.auto()
+    PREEMPTED = enum.auto()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -68,10 +68,10 @@ class ScheduledSequence:
         phase: where it stands.
         slot: its slot, or None.
         opened: counts first openings; None before its own.
-        was_parked: whether it has lost a slot.
+        was_preempted: whether it has lost a slot.
         tokens: prompt and output so far, while it has no slot, if they were looked at, and while
             it prefills.
-        under_way: launches that choose a token and whose results are not known.
+        in_flight: launches that choose a token and whose results are not known.
         started: whether a chunk has been launched since it got its slot.
         counters: what the cache did for it in slots that it had before.
     """
@@ -85,9 +85,9 @@ class ScheduledSequence:
     phase: Phase = Phase.WAITING
     slot: int | None = None
     opened: int | None = None
-    was_parked: bool = False
+    was_preempted: bool = False
     tokens: EncodedTokens | None = None
-    under_way: int = 0
+    in_flight: int = 0
     started: bool = False
     counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
 
@@ -97,7 +97,7 @@ class ScheduledSequence:
         if self.phase is Phase.PREFILLING:
             return self.num_tokens - self.remaining
         # The row of the newest token is launched with the choice of the next.
-        return self.num_tokens + self.under_way - 1
+        return self.num_tokens + self.in_flight - 1
 
     def known_tokens(self) -> EncodedTokens:
         """Prompt and output so far, kept for the next time: they do not grow before it decodes."""
@@ -108,6 +108,6 @@ class ScheduledSequence:
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """Greater is parked first: of lowest priority, then opened last."""
-        assert self.opened is not None, "a sequence that has never run is not parked"
+        """Greater is preempted first: of lowest priority, then opened last."""
+        assert self.opened is not None, "a sequence that has never run is not preempted"
         return -self.sequence.priority, self.opened

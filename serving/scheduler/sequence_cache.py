@@ -14,17 +14,17 @@ class SequenceCache(Protocol):
         self,
         slot: int,
         token_ids: Sequence[int],
-        promised_tokens: int,
+        reserved_tokens: int,
         *,
         use_prefix: bool = True,
         spare_pages: int = 0,
     ) -> int:
-        """Starts a sequence in a free slot, with pages promised for `promised_tokens` tokens.
+        """Starts a sequence in a free slot, with pages promised for `reserved_tokens` tokens.
 
         Args:
             slot: the slot.
             token_ids: its tokens.
-            promised_tokens: as many or more.
+            reserved_tokens: as many or more.
             use_prefix: cached rows may stand for computed ones.
             spare_pages: pages to leave for those that run.
 
@@ -59,6 +59,6 @@ class SequenceCache(Protocol):
         """Rows told to `advance`, and those that `open` found."""
         ...
 
-    def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
-        """Ends a sequence; its rows may serve others, or itself if it is parked."""
+    def close(self, slot: int, *, preempted: bool = False) -> CacheCounters:
+        """Ends a sequence; its rows may serve others, or itself if it is preempted."""
         ...

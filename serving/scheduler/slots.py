@@ -56,7 +56,7 @@ class Slots:
         record.slot = None
 
     def youngest(self) -> ScheduledSequence | None:
-        """Whom to park: of lowest priority, then opened last. None if there is only one."""
+        """Whom to preempt: of lowest priority, then opened last. None if there is only one."""
         unfinished = [
             record for record in self.taken.values() if record.phase is not Phase.DRAINING
         ]

@@ -12,7 +12,7 @@ _TOKENS_LOOKED_UP_A_STEP = 1 << 19
 
 
 class WaitingQueue:
-    """Sequences that have never had a slot, and parked ones, in the order of `PrefillQueue`.
+    """Sequences that have never had a slot, and preempted ones, in the order of `PrefillQueue`.
 
     The best one that did not fit holds up those behind it, and is not tried again until as many
     pages may have come free as it lacked: a trial looks at each of its pages. Those whose prompt
@@ -25,7 +25,7 @@ class WaitingQueue:
     def __init__(self, age_weight: float) -> None:
         self._queue = PrefillQueue(age_weight)
         self._shared = SharedPrompts()
-        self._parked: set[ScheduledSequence] = set()
+        self._preempted: set[ScheduledSequence] = set()
         self._not_looked_up: collections.deque[ScheduledSequence] = collections.deque()
         self._refused: ScheduledSequence | None = None
         self._missing = 0  # pages that have to come free before it is tried again
@@ -33,12 +33,12 @@ class WaitingQueue:
     @property
     def num_new(self) -> int:
         """Sequences that have never had a slot."""
-        return len(self._queue) - len(self._parked) + self._shared.num_held
+        return len(self._queue) - len(self._preempted) + self._shared.num_held
 
     @property
-    def num_parked(self) -> int:
+    def num_preempted(self) -> int:
         """Sequences that have lost one."""
-        return len(self._parked)
+        return len(self._preempted)
 
     def add(self, record: ScheduledSequence) -> None:
         """Takes a new sequence."""
@@ -47,12 +47,12 @@ class WaitingQueue:
         else:
             self._enqueue(record)
 
-    def park(self, record: ScheduledSequence) -> None:
+    def preempt(self, record: ScheduledSequence) -> None:
         """Takes a sequence that has lost its slot."""
-        record.phase = Phase.PARKED
-        record.was_parked = True
+        record.phase = Phase.PREEMPTED
+        record.was_preempted = True
         record.remaining = record.num_tokens
-        self._parked.add(record)
+        self._preempted.add(record)
         self._queue.push(record)
 
     def look_up(
@@ -69,7 +69,7 @@ class WaitingQueue:
         tokens, queue, first = 0, self._not_looked_up, None
         while queue and tokens < _TOKENS_LOOKED_UP_A_STEP:
             record = queue.popleft()
-            if record not in self._queue or record.was_parked:
+            if record not in self._queue or record.was_preempted:
                 continue
             if record is self._queue.first() and self._goes_before(record, prefilling):
                 first = record
@@ -84,8 +84,8 @@ class WaitingQueue:
     def next_to_open(self, prefilling: ScheduledSequence | None) -> ScheduledSequence | None:
         """Whose turn it is to get a slot, if that is before the best one that is prefilling."""
         record = self._queue.first()
-        # Of a parked one, all tokens must be known before it is opened again.
-        if record is None or record is self._refused or record.under_way:
+        # Of a preempted one, all tokens must be known before it is opened again.
+        if record is None or record is self._refused or record.in_flight:
             return None
         return record if self._goes_before(record, prefilling) else None
 
@@ -93,22 +93,22 @@ class WaitingQueue:
         """Notes that a sequence does not fit before so many pages come free."""
         self._refused, self._missing = record, missing
 
-    def pages_freed(self, most_pages: int, *, idle: bool) -> None:
+    def pages_freed(self, max_pages: int, *, idle: bool) -> None:
         """Notes that a slot has been closed.
 
         Args:
-            most_pages: pages that may have come free.
+            max_pages: pages that may have come free.
             idle: no slot is taken now.
         """
         # One more, as one page less is to be spared for those that run.
-        self._missing -= most_pages + 1
+        self._missing -= max_pages + 1
         if idle or self._missing <= 0:
             self._refused = None
 
     def opened(self, record: ScheduledSequence) -> None:
         """Gives a sequence away, which has got a slot."""
         self._queue.discard(record)
-        self._parked.discard(record)
+        self._preempted.discard(record)
 
     def prompt_computed(self, record: ScheduledSequence) -> None:
         """Notes that a prompt is computed, for which others may have waited."""
@@ -135,8 +135,8 @@ class WaitingQueue:
         self._queue.check_integrity()
         phases = {phase: {r for r in records if r.phase is phase} for phase in Phase}
         self._shared.check_integrity(phases[Phase.HELD])
-        assert self._parked == phases[Phase.PARKED], "parked sequences lost"
-        queued = phases[Phase.WAITING] | phases[Phase.PARKED]
+        assert self._preempted == phases[Phase.PREEMPTED], "preempted sequences lost"
+        queued = phases[Phase.WAITING] | phases[Phase.PREEMPTED]
         assert set(self._queue.records) == queued, "waiting sequences lost"
         assert self._refused is None or self._refused in queued, "waits for a sequence that is gone"
 

@@ -42,8 +42,8 @@ def num_bytes(array: jax.ShapeDtypeStruct) -> int:
     return array.size * array.dtype.itemsize
 
 
-def check_kernel(kernel: KernelReport, name: str, most_registers: int) -> None:
+def check_kernel(kernel: KernelReport, name: str, max_registers: int) -> None:
     assert kernel.name == name
     assert kernel.spilled_bytes == 0
-    assert kernel.registers <= most_registers
+    assert kernel.registers <= max_registers
     assert kernel.shared_bytes <= SHARED_BYTES

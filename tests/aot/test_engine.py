@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.compile_h200 import (
+from benchmarks.h200.compiled_step import (
     LEAST_COPY,
     NUM_DEVICES,
     abstract_state,
@@ -43,7 +43,7 @@ def integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def pages_of(layers: int, width: int) -> jax.ShapeDtypeStruct:
-    """Pages on their way to or from a file."""
+    """Pages in flight to or from a file."""
     shape = (PAGES, GEOMETRY.rows_per_page, layers, width)
     by_row = NamedSharding(MESH, PartitionSpec(None, MESH_AXIS))
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
@@ -76,13 +76,13 @@ def check_in_place(report: CompileReport) -> None:
         (
             "move",
             (NO_MOVES,),
-            {"store_pages", "load_pages", "copy_pages"},
+            {"offload_pages", "onload_pages", "copy_pages"},
         ),
-        ("lease", (integers(CHANGES), integers(CHANGES, GEOMETRY.hot_pages)), set()),
-        ("borrow", (integers(GEOMETRY.staging_pages),), set()),
-        ("cool", (), set()),
+        ("lease", (integers(CHANGES), integers(CHANGES, GEOMETRY.row_cache_pages)), set()),
+        ("set_staging_pages", (integers(GEOMETRY.staging_pages),), set()),
+        ("decay", (), set()),
     ],
-    ids=["move", "lease", "borrow", "cool"],
+    ids=["move", "lease", "set_staging_pages", "decay"],
 )
 def test_transition(name: str, arguments: tuple[Any, ...], kernels: set[str]) -> None:
     """A store that is copied between steps, or a page moved by other means than kernels."""
@@ -99,7 +99,7 @@ def test_import() -> None:
     check_in_place(report)
     assert len(report.copies) <= 1
     assert report.device.temp_bytes < 2 * (local_bytes(ROWS) + local_bytes(KEYS))
-    assert report.launch_counts["store_pages"] == 1
+    assert report.launch_counts["offload_pages"] == 1
 
 
 def test_export() -> None:
@@ -108,7 +108,7 @@ def test_export() -> None:
     assert report.host_parameters == ("store.host.slab",)
     assert len(report.copies) <= 1
     assert report.device.temp_bytes < 2 * (local_bytes(ROWS) + local_bytes(KEYS))
-    assert report.launch_counts["load_pages"] == 1
+    assert report.launch_counts["onload_pages"] == 1
 
 
 def test_empty_store() -> None:

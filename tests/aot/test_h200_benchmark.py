@@ -1,4 +1,4 @@
-"""The programs that benchmarks/h200.py times, as it compiles them on a GPU."""
+"""The programs that benchmarks/h200/kernels.py times, as it compiles them on a GPU."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.h200_operations import OPERATIONS
-from benchmarks.h200_programs import Body, Large, Machine, Operand, Operands, program
-from benchmarks.h200_staging import GLM_PRODUCT, overlap_bodies
+from benchmarks.h200.operations import OPERATIONS
+from benchmarks.h200.programs import Body, Large, Machine, Operand, Operands, program
+from benchmarks.h200.staging import GLM_PRODUCT, overlap_bodies
 from scripts.aot.aot import CompileReport, compile_for_h200
 from scripts.aot.hlo_program import HloProgram
 

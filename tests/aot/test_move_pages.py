@@ -4,7 +4,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.common.host_memory import as_device, as_host
 from pallas_kernels.common.row_format import ROW_KINDS
-from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
+from pallas_kernels.move_pages import copy_pages, offload_pages, onload_pages
 from pallas_kernels.move_pages.specs import COPY_SPECS, SPECS
 from scripts.aot.aot import CompileReport, compile_for_h200
 from tests.aot.slabs import argument, check_kernel, integers, num_bytes, sharding
@@ -22,12 +22,12 @@ def check(report: CompileReport, name: str) -> None:
 
 
 @kinds
-def test_store_pages(kind: str) -> None:
+def test_offload_pages(kind: str) -> None:
     """Host memory that is copied, or written anywhere but in place; a kernel that spills."""
     spec = SPECS[f"glm_{kind}"]
 
     def store(slab: jax.Array, host: jax.Array, moves: jax.Array) -> jax.Array:
-        return as_host(store_pages(slab, as_device(host), moves))
+        return as_host(offload_pages(slab, as_device(host), moves))
 
     host = argument(spec.slabs.host, host=True)
     report = compile_for_h200(
@@ -36,22 +36,22 @@ def test_store_pages(kind: str) -> None:
         donate=[1],
         out_shardings=sharding(1, PartitionSpec(), host=True),
     )
-    check(report, "store_pages")
+    check(report, "offload_pages")
     assert report.host_parameters == ("host",)
     assert report.host.aliased_bytes == num_bytes(host)
 
 
 @kinds
-def test_load_pages(kind: str) -> None:
+def test_onload_pages(kind: str) -> None:
     """Host memory that is copied whole, a slab not updated in place, a kernel that spills."""
     spec = SPECS[f"glm_{kind}"]
 
     def load(slab: jax.Array, host: jax.Array, moves: jax.Array) -> jax.Array:
-        return load_pages(slab, as_device(host), moves)
+        return onload_pages(slab, as_device(host), moves)
 
     slab, host = argument(spec.slabs.slab), argument(spec.slabs.host, host=True)
     report = compile_for_h200(load, (slab, host, integers(spec.moves, 2)), donate=[0])
-    check(report, "load_pages")
+    check(report, "onload_pages")
     assert report.host_parameters == ("host",)
     assert report.device.aliased_bytes == num_bytes(slab)
 

@@ -22,7 +22,7 @@ ONE = NamedSharding(make_mesh(1), PartitionSpec())
     ],
 )
 def test_resolution(name: str) -> None:
-    """Hot rows that spill, state that is copied, a loop or a sort of many launches."""
+    """Row-cache rows that spill, state that is copied, a loop or a sort of many launches."""
     spec = SPECS[name]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE) for x in spec.shapes]
     step = functools.partial(resolve_rows, **spec.static, implementation="mosaic_gpu")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.compile_h200 import (
+from benchmarks.h200.compiled_step import (
     DecodeStep,
     copies_of_arguments,
     decode_step,

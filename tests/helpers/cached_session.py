@@ -27,15 +27,15 @@ class StoredRows:
         device: [layers, device_pages, rows_per_page, bytes].
         host: [host_pages, rows_per_page, layers, bytes].
         keys: [index_layers, pages, rows_per_page, bytes].
-        device_page: [pages].
-        host_page: [pages].
+        device_page_index: [pages].
+        host_page_index: [pages].
     """
 
     device: np.ndarray
     host: np.ndarray
     keys: np.ndarray
-    device_page: np.ndarray
-    host_page: np.ndarray
+    device_page_index: np.ndarray
+    host_page_index: np.ndarray
 
     @classmethod
     def of(cls, store: KVStore) -> "StoredRows":
@@ -44,8 +44,8 @@ class StoredRows:
             as_bytes(store.slab),
             host,
             as_bytes(store.index_keys),
-            np.array(store.device_page),
-            np.array(store.host_page),
+            np.array(store.device_page_index),
+            np.array(store.host_page_index),
         )
 
 
@@ -105,7 +105,7 @@ class Expected:
         geometry, store = session.geometry, session.store
         tables = np.array(session.sequences.block_table)
         pages = tables[:, np.arange(length) // geometry.rows_per_page]
-        places, rows = np.array(store.device_page)[pages], page_rows(geometry, length)
+        places, rows = np.array(store.device_page_index)[pages], page_rows(geometry, length)
         return cls(
             np.stack(logits),
             np.stack(selected),
@@ -130,7 +130,7 @@ class CachedSession:
         params: nnx.State,
         *,
         num_devices: int = 1,
-        most_step_rows: int,
+        max_step_rows: int,
         with_hidden: bool = False,
         **sizes,
     ) -> None:
@@ -145,10 +145,10 @@ class CachedSession:
                 hidden_size=config.hidden_size,
                 dtype=config.compute_dtype,
             ),
-            most_step_rows=most_step_rows,
+            max_step_rows=max_step_rows,
             with_hidden=with_hidden,
         )
-        self._hot_places: dict[int, tuple[int, ...]] = {}
+        self._leased_row_cache: dict[int, tuple[int, ...]] = {}
 
     def append(
         self,
@@ -203,13 +203,13 @@ class CachedSession:
         """Puts garbage wherever nothing lies that the next step may read."""
         geometry, residency, pool = self.geometry, self.cache.residency, self.cache.pool
         pages = range(geometry.num_pages)
-        hot = {slot: residency.hot_places(slot) for slot in range(geometry.max_sequences)}
-        read = {residency.device_place(page) for page in pages}
+        hot = {slot: residency.leased_row_cache(slot) for slot in range(geometry.max_sequences)}
+        read = {residency.device_page_index(page) for page in pages}
         for slot, places in hot.items():
-            if places == self._hot_places.get(slot):
+            if places == self._leased_row_cache.get(slot):
                 read |= set(places)
-        self._hot_places = hot
-        host = {residency.host_place(page) for page in pages}
+        self._leased_row_cache = hot
+        host = {residency.host_page_index(page) for page in pages}
         held = {page for page in pages if pool.references(page) or pool.is_cached(page)}
         store = self.cache.device.store
         tier = store.host

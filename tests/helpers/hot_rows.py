@@ -1,4 +1,4 @@
-"""Hot rows as plain Python keeps them, which the tests hold compiled code against."""
+"""Row-cache rows as plain Python keeps them, which the tests hold compiled code against."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class HotRows:
-    """Hot rows of one sequence and one index group on one device.
+    """Row-cache rows of one sequence and one index group on one device.
 
     Attributes:
         rows: row of the sequence that each holds, or -1.
@@ -26,11 +26,12 @@ class HotRows:
     staged: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def empty(cls, num_hot: int) -> "HotRows":
-        return cls([-1] * num_hot, [math.nan] * num_hot)
+    def empty(cls, num_entries: int) -> "HotRows":
+        return cls([-1] * num_entries, [math.nan] * num_entries)
 
     def resolve(self, selected: Sequence[int], scores: Sequence[float]) -> None:
-        """Takes the host rows that all rows of a step select, in order, and each hot row's score.
+        """Takes the host rows that all rows of a step select, in order, and each row-cache row's
+        score.
 
         Of the rows that the step does not need, those with the lowest means give way, empty ones
         before all and of equals the first; in the order of their numbers they take the missed rows.

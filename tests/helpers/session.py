@@ -56,7 +56,8 @@ class Session:
         # Places in the opposite order, so that hardly any page is its own place.
         places = np.arange(self.geometry.device_pages, dtype=np.int32)[::-1]
         self.store = dataclasses.replace(
-            self.store, device_page=jax.device_put(places, self.store.device_page.sharding)
+            self.store,
+            device_page_index=jax.device_put(places, self.store.device_page_index.sharding),
         )
 
     def open(self, slot: int, num_tokens: int) -> None:

@@ -27,7 +27,7 @@ def toy_options(folder: Path, **options: Any) -> EngineOptions:
         "max_num_batched_tokens": 32,
         "device_pages": 6,
         "host_memory_gib": 0.00005,  # 2 pages
-        "hot_rows": 1,
+        "row_cache_rows": 1,
     }
     return EngineOptions(model=folder, **(sizes | options))
 
@@ -44,7 +44,7 @@ def request(engine: Engine, name: str, token_ids: list[int], **params: Any) -> R
     fields = {"temperature": 0, "max_tokens": 16, "ignore_eos": True} | params
     priority = fields.pop("priority", 0)
     prompt = {"prompt_token_ids": token_ids}
-    return engine.reader.read(name, prompt, SamplingParams(**fields), priority)
+    return engine.input_processor.read(name, prompt, SamplingParams(**fields), priority)
 
 
 def finish(engine: Engine, *requests: Request) -> list[RequestOutput]:

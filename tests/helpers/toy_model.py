@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.small_checkpoint import small_fields, write_checkpoint
+from benchmarks.common.small_checkpoint import small_fields, write_checkpoint
 
 SIZES = {
     "vocab_size": 64,

@@ -12,7 +12,7 @@ from glm53.model.kv_geometry import kv_geometry
 from glm53.model.presets import preset
 from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
-from kvcache.geometry import MAX_HOT_ROWS
+from kvcache.geometry import MAX_ROW_CACHE_ROWS
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 
 SIZES: dict[str, Any] = {
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "index_row_format": RowFormat("fp8", 16, 0, 1e-6),
     "rows_per_device": 8,
 }
-HOST_SIZES = {"host_pages": 4, "hot_rows": 20, "staging_pages": 3}
+HOST_SIZES = {"host_pages": 4, "row_cache_rows": 20, "staging_pages": 3}
 COUNTS = [name for name, value in SIZES.items() if isinstance(value, int)]
 PAGES = 3
 GIB = 1 << 30
@@ -101,11 +101,11 @@ def test_sizes() -> None:
     assert sizes.device_rows == 6 * 8
     assert sizes.slab_rows == 3 * 6 * 8
     assert sizes.sequence_rows == 5 * 8
-    assert sizes.hot_pages == 3
+    assert sizes.row_cache_pages == 3
     assert sizes.page_bytes == 3 * 16 * (32 + 4 + 16)
     assert sizes.index_page_bytes == 2 * 16 * (16 + 4)
     assert sizes.token_bytes == 3 * 52 + 2 * 20
-    assert sizes.hot_row_bytes == 3 * 52
+    assert sizes.row_cache_row_bytes == 3 * 52
 
 
 @pytest.mark.compiles
@@ -163,8 +163,8 @@ def test_pages_within(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
-@pytest.mark.parametrize(("max_model_len", "most_waste"), [(131_072, 0.02), (1_048_576, 0.1)])
-def test_bookkeeping_is_small(kind: RowKind, max_model_len: int, most_waste: float) -> None:
+@pytest.mark.parametrize(("max_model_len", "max_waste"), [(131_072, 0.02), (1_048_576, 0.1)])
+def test_bookkeeping_is_small(kind: RowKind, max_model_len: int, max_waste: float) -> None:
     """Maps that eat the memory of rows: over 2% of the devices, or a tenth at the longest."""
 
     def sizes(device_pages: int, **host_sizes: int) -> KVGeometry:
@@ -180,10 +180,10 @@ def test_bookkeeping_is_small(kind: RowKind, max_model_len: int, most_waste: flo
         )
 
     device_pages, host_pages = sizes(1).pages_within(8 * int(17.8 * GIB), 512 * GIB)
-    hybrid = sizes(device_pages, host_pages=host_pages, hot_rows=1024, staging_pages=16)
+    hybrid = sizes(device_pages, host_pages=host_pages, row_cache_rows=1024, staging_pages=16)
     rows = hybrid.num_pages * hybrid.index_page_bytes + hybrid.device_pages * hybrid.page_bytes
     assert hybrid.bookkeeping_bytes == hybrid.device_bytes - rows
-    assert 0 < hybrid.bookkeeping_bytes <= most_waste * hybrid.device_bytes
+    assert 0 < hybrid.bookkeeping_bytes <= max_waste * hybrid.device_bytes
 
 
 @pytest.mark.parametrize(
@@ -242,18 +242,21 @@ def test_negative_sizes_are_refused(name: str) -> None:
         ({"rows_per_device": 1024}, "rows_per_device 1024"),
         ({"group_layers": ()}, r"group_layers .*\(\)"),
         ({"group_layers": (2, 0)}, r"group_layers .*\(2, 0\)"),
-        ({"hot_rows": 8}, "hot_rows 8 .*host_pages 0"),
-        ({"host_pages": 1, "hot_rows": MAX_HOT_ROWS + 1}, f"hot_rows .*{MAX_HOT_ROWS + 1}"),
+        ({"row_cache_rows": 8}, "row_cache_rows 8 .*needs host_pages, which is 0"),
+        (
+            {"host_pages": 1, "row_cache_rows": MAX_ROW_CACHE_ROWS + 1},
+            f"row_cache_rows .*{MAX_ROW_CACHE_ROWS + 1}",
+        ),
         ({"device_pages": 2**27}, f"device_pages {2**27}"),
         (
-            {"host_pages": 2**28, "hot_rows": 8},
+            {"host_pages": 2**28, "row_cache_rows": 8},
             f"{2**28} pages in .*lower host_memory_gib",
         ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], named: str) -> None:
-    """A page that straddles blocks of keys, a group of nothing, an id beyond 32 bits, or a hot row
-    beyond 16."""
+    """A page that straddles blocks of keys, a group of nothing, an id beyond 32 bits, or a
+    row-cache row beyond 16."""
     with pytest.raises(ValueError, match=named):
         geometry(**changes)
 

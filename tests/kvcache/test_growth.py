@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kvcache import KVCache, KVGeometry, OutOfPagesError, SimulatedDevice
-from kvcache.tiers.page_states import NO_PLACE, PageState
+from kvcache.tiers.page_states import NO_PAGE_INDEX, PageState
 from pallas_kernels.common.row_format import RowFormat
 
 PAGE, SLOTS, STEP_ROWS, LONGEST = 4, 3, 8, 40
@@ -34,7 +34,7 @@ def geometry(device_pages: int, host_pages: int, *, swaps: bool = False) -> KVGe
         max_pages_per_sequence=LONGEST // PAGE,
         row_format=ROW,
         index_row_format=ROW,
-        hot_rows=PAGE if host_pages and not swaps else 0,
+        row_cache_rows=PAGE if host_pages and not swaps else 0,
         staging_pages=1 if host_pages and not swaps else 0,
     )
 
@@ -48,7 +48,7 @@ class Grown:
 
 
 class Growth(RuleBasedStateMachine):
-    """Opens, grows, parks and closes sequences as a scheduler does."""
+    """Opens, grows, preempts and closes sequences as a scheduler does."""
 
     swaps: bool
     sizes: st.SearchStrategy[tuple[int, int]]
@@ -57,7 +57,7 @@ class Growth(RuleBasedStateMachine):
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         sizes = geometry(*data.draw(self.sizes), swaps=self.swaps)
-        self.cache = KVCache(sizes, SimulatedDevice(sizes), most_step_rows=STEP_ROWS)
+        self.cache = KVCache(sizes, SimulatedDevice(sizes), max_step_rows=STEP_ROWS)
         self.most = sizes.device_pages if self.swaps else sizes.num_pages
         self.running: dict[int, Grown] = {}
         self.past: list[list[int]] = []
@@ -76,7 +76,7 @@ class Growth(RuleBasedStateMachine):
     @precondition(lambda self: self.past and len(self.running) < SLOTS)
     @rule(data=st.data(), more=st.integers(0, 2))
     def come_back(self, data: st.DataObject, more: int) -> None:
-        """A parked sequence, or the next turn of one that has ended."""
+        """A preempted sequence, or the next turn of one that has ended."""
         token_ids = data.draw(st.sampled_from(self.past))
         self.try_to_open([*token_ids, 9][:LONGEST], more, 1, True)
 
@@ -123,9 +123,9 @@ class Growth(RuleBasedStateMachine):
             slot = max(self.running)
             pages = self.cache.geometry.pages_for(lengths[slot] + rows.get(slot, 0))
             assert len(self.running) > 1 or pages > self.most, "a lone sequence cannot grow"
-            self.close(slot, parked=len(self.running) > 1)
+            self.close(slot, preempted=len(self.running) > 1)
             rows.pop(slot, None)
-            self.counts["parked"] += 1
+            self.counts["preempted"] += 1
         if not rows:
             return
         self.cache.prepare(rows, staging=bool(prefilling))
@@ -142,11 +142,11 @@ class Growth(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def close_one(self, data: st.DataObject) -> None:
-        self.close(data.draw(st.sampled_from(sorted(self.running))), parked=False)
+        self.close(data.draw(st.sampled_from(sorted(self.running))), preempted=False)
 
-    def close(self, slot: int, *, parked: bool) -> None:
+    def close(self, slot: int, *, preempted: bool) -> None:
         length = self.cache.length(slot)
-        self.cache.close(slot, parked=parked)
+        self.cache.close(slot, preempted=preempted)
         self.past.append(self.running.pop(slot).token_ids[:length] or [0])
 
     def check_places(self) -> None:
@@ -154,13 +154,13 @@ class Growth(RuleBasedStateMachine):
         residency = self.cache.residency
         for slot, one in self.running.items():
             pages = self.cache.pages_of(slot)
-            places = [residency.device_place(page) for page in pages]
-            self.counts["in host memory"] += places.count(NO_PLACE)
+            places = [residency.device_page_index(page) for page in pages]
+            self.counts["in host memory"] += places.count(NO_PAGE_INDEX)
             if self.swaps:
-                assert NO_PLACE not in places, "a running sequence was not brought back whole"
+                assert NO_PAGE_INDEX not in places, "a running sequence was not brought back whole"
             for page, place in zip(pages, places, strict=True):
                 if residency.state(page) is PageState.TAIL:
-                    assert place != NO_PLACE
+                    assert place != NO_PAGE_INDEX
             assert len(pages) >= self.cache.geometry.pages_for(self.cache.length(slot)), one
 
     @invariant()
@@ -171,9 +171,9 @@ class Growth(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.counts["restored"] += self.cache.residency.pages_restored
+        self.counts["restored"] += self.cache.residency.pages_onloaded
         for slot in list(self.running):
-            self.close(slot, parked=False)
+            self.close(slot, preempted=False)
         self.cache.check_integrity()
         while self.cache.index.evict(self.cache.tick()):
             pass
@@ -205,7 +205,7 @@ def test_swapped_sequences_come_back_whole() -> None:
     """A sequence that runs under `swap` while some of its pages are in host memory, one that is
     let in although not all of its pages find room on the device, or never again."""
     sizes = geometry(8, 12, swaps=True)
-    cache = KVCache(sizes, SimulatedDevice(sizes), most_step_rows=STEP_ROWS)
+    cache = KVCache(sizes, SimulatedDevice(sizes), max_step_rows=STEP_ROWS)
 
     def run(slot: int, token_ids: list[int]) -> int:
         found = cache.open(slot, token_ids, len(token_ids) + 2)
@@ -220,7 +220,7 @@ def test_swapped_sequences_come_back_whole() -> None:
     assert run(0, first) == 0
     with pytest.raises(OutOfPagesError, match="must lie on the device, which has 8"):
         cache.open(1, second, len(second) + 2)
-    cache.close(0, parked=True)
+    cache.close(0, preempted=True)
     assert run(1, second) == 0
     assert cache.residency.pages_dropped >= 4
     with pytest.raises(OutOfPagesError, match="must lie on the device"):
@@ -228,6 +228,6 @@ def test_swapped_sequences_come_back_whole() -> None:
     cache.close(1)
     assert run(0, [*first, 3]) == len(first)
     # The last page, which goes on, comes back as a copy.
-    assert cache.residency.pages_restored >= 3 and cache.residency.pages_copied == 1
-    places = [cache.residency.device_place(page) for page in cache.pages_of(0)]
-    assert NO_PLACE not in places
+    assert cache.residency.pages_onloaded >= 3 and cache.residency.pages_copied == 1
+    places = [cache.residency.device_page_index(page) for page in cache.pages_of(0)]
+    assert NO_PAGE_INDEX not in places

@@ -24,9 +24,9 @@ def make(
         max_pages_per_sequence=device_pages + host_pages,
         row_format=ROW,
         index_row_format=ROW,
-        hot_rows=PAGE if host_pages and not swaps else 0,
+        row_cache_rows=PAGE if host_pages and not swaps else 0,
     )
-    return KVCache(geometry, SimulatedDevice(geometry), most_step_rows=8, with_hidden=with_hidden)
+    return KVCache(geometry, SimulatedDevice(geometry), max_step_rows=8, with_hidden=with_hidden)
 
 
 def compute(cache: KVCache[SimulatedDevice], slot: int, token_ids: list[int]) -> None:
@@ -61,7 +61,7 @@ def test_pages_brought_back_leave_the_page_to_copy() -> None:
     cache.close(0)
     cache.open(1, second, 8)
     compute(cache, 1, second)
-    cache.close(1, parked=True)
+    cache.close(1, preempted=True)
     # Both tiers are full, and the second is expected back sooner than the first.
     assert cache.open(0, first, 10) == 9
     cache.check_integrity()
@@ -83,7 +83,7 @@ def test_what_has_grown_counts_when_another_opens() -> None:
     cache.check_integrity()
 
 
-def test_hot_rows_are_leased_where_the_host_is_full_of_cached_pages() -> None:
+def test_row_cache_rows_are_leased_where_the_host_is_full_of_cached_pages() -> None:
     """Catches a sequence that reads in host memory for good, since nobody gives cached pages up."""
     cache = make(device_pages=8, host_pages=8)
     prompt = [0] * 5 * PAGE
@@ -97,7 +97,7 @@ def test_hot_rows_are_leased_where_the_host_is_full_of_cached_pages() -> None:
     assert residency.room == residency.num_free_host == 0
     assert any(residency.state(page) is PageState.HOST for page in cache.pages_of(0))
     cache.prepare({0: 1})
-    assert residency.hot_places(0)
+    assert residency.leased_row_cache(0)
     cache.check_integrity()
 
 
@@ -141,7 +141,7 @@ def test_a_page_that_has_left_is_computed_again(swaps: bool, with_hidden: bool) 
         compute(cache, 0, [30 + turn])
         cache.close(0)
         for page in cache.residency.pages_in(PageState.DIRTY).tolist():
-            cache.residency.clean(page)
+            cache.residency.offload(page)
         for page in cache.residency.pages_in(PageState.CLEAN).tolist():
             cache.residency.drop(page)
         cache.check_integrity()

@@ -168,7 +168,7 @@ def test_an_interruption_of_another_call(
 
 
 def test_an_iterator_that_another_thread_closes(llm: LLM, expected: list[list[int]]) -> None:
-    """Pages kept, or a step disturbed that is under way meanwhile."""
+    """Pages kept, or a step disturbed that is in flight meanwhile."""
     iterators = [llm.generate_iter(ids(seed), greedy(100), stream=True) for seed in (91, 92)]
     for one in iterators:
         next(one)

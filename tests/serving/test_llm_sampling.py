@@ -77,7 +77,10 @@ def test_more_continuations_than_slots(llm: LLM) -> None:
 
 def test_the_model_says_how_to_sample(llm: LLM) -> None:
     """What is left out is the model's top_p of 0.95, and what is said is not overridden."""
-    assert llm._engine.reader.generation_config.sampling == {"temperature": 1.0, "top_p": 0.95}
+    assert llm._engine.input_processor.generation_config.sampling == {
+        "temperature": 1.0,
+        "top_p": 0.95,
+    }
     seeds: list[dict[str, Any]] = [
         dict(seed=seed, max_tokens=24, ignore_eos=True) for seed in range(4)
     ]
@@ -146,7 +149,7 @@ def test_min_tokens(llm: LLM) -> None:
     assert plain.outputs[0].finish_reason == "stop"
     (longer,) = llm.generate(prompt, SamplingParams(min_tokens=length + 5, **greedy))
     assert len(tokens(longer)[0]) >= length + 5
-    assert not llm._engine.reader.eos_token_ids & set(tokens(longer)[0][: length + 4])
+    assert not llm._engine.input_processor.eos_token_ids & set(tokens(longer)[0][: length + 4])
     (exact,) = llm.generate(prompt, SamplingParams(min_tokens=length - 1, **greedy))
     assert tokens(exact) == tokens(plain)
     (stopped,) = llm.generate(prompt, SamplingParams(stop="code", **greedy))
@@ -158,7 +161,7 @@ def test_min_tokens(llm: LLM) -> None:
 
 def test_allowed_tokens_that_only_stop(llm: LLM) -> None:
     """min_tokens would leave nothing to generate: refused."""
-    eos = sorted(llm._engine.reader.eos_token_ids)
+    eos = sorted(llm._engine.input_processor.eos_token_ids)
     with pytest.raises(ValueError, match="allowed_token_ids are all stop ids"):
         llm.generate(PROMPT, SamplingParams(allowed_token_ids=eos, min_tokens=2))
 
@@ -320,7 +323,7 @@ def test_what_an_engine_tells(llm: LLM) -> None:
     after = llm.metrics()
     assert after.generated_tokens == before.generated_tokens + 3
     assert after.device_pages == llm._engine.runner.geometry.device_pages
-    assert (after.num_running, after.num_waiting, after.num_parked) == (0, 0, 0)
+    assert (after.num_running, after.num_waiting, after.num_preempted) == (0, 0, 0)
 
 
 def test_outputs_in_order_of_completion(llm: LLM) -> None:

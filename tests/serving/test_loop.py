@@ -515,12 +515,12 @@ def test_metrics(stepped: ServingLoop) -> None:
     after = stepped.metrics()
     assert max(one.num_running for one in seen) == 3
     assert max(one.num_waiting for one in seen) >= 2
-    assert max(one.num_parked for one in seen) == 1
-    assert after.parkings > before.parkings
+    assert max(one.num_preempted for one in seen) == 1
+    assert after.num_preemptions > before.num_preemptions
     for one in seen:
         assert sum(one.pages.values()) == one.device_pages + one.host_pages == 8
         assert one.free_device_pages <= one.device_pages == 6
-        assert one.num_running + one.num_waiting + one.num_parked <= 5
+        assert one.num_running + one.num_waiting + one.num_preempted <= 5
     counts = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "stalled_seconds")
     for one, other in zip(seen, [*seen[1:], after], strict=True):
         assert all(getattr(one, name) <= getattr(other, name) for name in counts)
@@ -533,11 +533,11 @@ def test_metrics(stepped: ServingLoop) -> None:
     assert after.prompt_tokens - before.prompt_tokens >= 300
     assert 0 <= after.hit_rate <= 1
     assert after.stalls > before.stalls
-    assert (after.num_running, after.num_waiting, after.num_parked) == (0, 0, 0)
+    assert (after.num_running, after.num_waiting, after.num_preempted) == (0, 0, 0)
     reads = after.cache.resident_reads - before.cache.resident_reads
     assert reads > 0
     assert all(stream.finished for stream in streams)
-    for stream in streams:  # A parked one finds its own rows again, which is no prompt found.
+    for stream in streams:  # A preempted one finds its own rows again, which is no prompt found.
         assert stream.output().num_cached_tokens <= 60
     shown = json.loads(json.dumps(after.as_dict()))
     assert shown["finished"] == dict(after.finished)

@@ -150,7 +150,7 @@ def test_strings_are_emitted_where_other_types_may_stand(
 ) -> None:
     """An optional string that is held back though nothing else can come of it."""
     function = {} if schema is None else {"parameters": {"properties": {"x": schema}}}
-    for value, most_held in values.items():
+    for value, max_held in values.items():
         parser = StreamingParser([{"name": "f", **function}], starts_in_reasoning=False)
         parser.push("<tool_call>f<arg_key>x</arg_key><arg_value>")
         sent, held = "", []
@@ -159,7 +159,7 @@ def test_strings_are_emitted_where_other_types_may_stand(
             string = json.loads(sent + '"}')["x"] if sent else ""
             assert value.startswith(string)
             held.append(end - len(string))
-        assert max(held) == most_held
+        assert max(held) == max_held
         assert held[-1] == 0
         assert arguments_of(parser.push("</arg_value></tool_call>")) == '"}'
         assert parser.tool_calls == [ToolCall("f", {"x": value})]

@@ -93,12 +93,12 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("kit", KITS)
-@pytest.mark.parametrize("most_bytes", [1 << 30, 500_000])
+@pytest.mark.parametrize("max_bytes", [1 << 30, 500_000])
 def test_round_trip(
-    kit: str, most_bytes: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: str, max_bytes: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit, a dtype, a shape, a name or a setting that changes on the way there or back."""
-    monkeypatch.setattr(safetensors_writer, "MOST_FILE_BYTES", most_bytes)
+    monkeypatch.setattr(safetensors_writer, "MAX_FILE_BYTES", max_bytes)
     middle, back = orbax_form(kit, folder), tmp_path / "new" / "back"
     expected = stored_bytes(GOLDEN / kit)
     size = sum(len(content) for *_, content in expected.values())
@@ -110,8 +110,8 @@ def test_round_trip(
         written = (path / "config.json").read_bytes()
         assert written == (GOLDEN / kit / "config.json").read_bytes()
     sizes = {file.name: file.stat().st_size for file in back.glob("*.safetensors")}
-    assert max(sizes.values()) <= most_bytes
-    if most_bytes > size:
+    assert max(sizes.values()) <= max_bytes
+    if max_bytes > size:
         assert list(sizes) == ["model.safetensors"]
         assert not (back / INDEX).exists()
     else:
@@ -147,7 +147,7 @@ def test_read_by_safetensors(
     kit: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that only this project's reader accepts, or tensors that are not aligned."""
-    monkeypatch.setattr(safetensors_writer, "MOST_FILE_BYTES", 1_000_000)
+    monkeypatch.setattr(safetensors_writer, "MAX_FILE_BYTES", 1_000_000)
     convert_checkpoint(orbax_form(kit, folder), tmp_path / "back")
     expected = stored_bytes(GOLDEN / kit)
     files = sorted((tmp_path / "back").glob("*.safetensors"))
@@ -245,7 +245,7 @@ def test_wider_parameters(tmp_path: Path) -> None:
 @pytest.mark.compiles
 def test_tensor_larger_than_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit below the size of one tensor, or of every one."""
-    monkeypatch.setattr(safetensors_writer, "MOST_FILE_BYTES", 1)
+    monkeypatch.setattr(safetensors_writer, "MAX_FILE_BYTES", 1)
     convert_checkpoint(save_zeros(tmp_path / "saved", preset("test-small")), tmp_path / "back")
     count = len(list((tmp_path / "back").glob("*.safetensors")))
     assert count == len(tensor_inventory(preset("test-small")))
@@ -394,7 +394,7 @@ import importlib, os, signal, sys
 from glm53.checkpoint import convert_checkpoint, safetensors_writer
 
 source, destination, module, name, calls = sys.argv[1:]
-safetensors_writer.MOST_FILE_BYTES = 500_000
+safetensors_writer.MAX_FILE_BYTES = 500_000
 module = importlib.import_module(module)
 original, left = getattr(module, name), int(calls)
 

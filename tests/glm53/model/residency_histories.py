@@ -19,7 +19,7 @@ from tests.helpers.cached_session import CachedSession, Expected, StoredRows, as
 from tests.helpers.random_models import micro_config, preset_params, random_tokens
 
 LENGTH = 72
-MOST_PROMPT, MOST_MORE, MOST_IMPORTED = 48, 24, 24
+MAX_PROMPT, MAX_MORE, MAX_IMPORTED = 48, 24, 24
 SLOTS = range(3)
 PREFILL_ROWS, DECODE_ROWS = 16, 6
 STREAMS = range(4)
@@ -78,12 +78,12 @@ class Histories(RuleBasedStateMachine):
             micro_config(),
             self.params,
             num_devices=self.num_devices,
-            most_step_rows=PREFILL_ROWS,
+            max_step_rows=PREFILL_ROWS,
             row_kind=self.row_kind,
             rows_per_device=4,
             device_pages=PAGES[self.num_devices][0],
             host_pages=PAGES[self.num_devices][1],
-            hot_rows=3,
+            row_cache_rows=3,
             staging_pages=1,
             max_sequences=len(SLOTS),
             max_model_len=LENGTH,
@@ -95,7 +95,7 @@ class Histories(RuleBasedStateMachine):
         # Of each page that holds rows: a stream, the first position, and how many rows.
         self.contents: dict[int, tuple[int, int, int]] = {}
 
-    @initialize(prompt=st.integers(8, MOST_PROMPT), more=st.integers(8, MOST_MORE))
+    @initialize(prompt=st.integers(8, MAX_PROMPT), more=st.integers(8, MAX_MORE))
     def start(self, prompt: int, more: int) -> None:
         self.open(1, 0, prompt, more, True)
 
@@ -103,8 +103,8 @@ class Histories(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         stream=st.sampled_from(STREAMS),
-        prompt=st.integers(1, MOST_PROMPT),
-        more=st.integers(0, MOST_MORE),
+        prompt=st.integers(1, MAX_PROMPT),
+        more=st.integers(0, MAX_MORE),
         use_prefix=st.sampled_from([True, True, True, False]),
         promised=st.booleans(),
     )
@@ -148,12 +148,12 @@ class Histories(RuleBasedStateMachine):
                 pool.references(page),
                 pool.is_cached(page),
                 residency.state(page),
-                residency.device_place(page),
-                residency.host_place(page),
+                residency.device_page_index(page),
+                residency.host_page_index(page),
             )
             for page in range(self.geometry.num_pages)
         ]
-        leases = [residency.hot_places(slot) for slot in SLOTS]
+        leases = [residency.leased_row_cache(slot) for slot in SLOTS]
         return pages, leases, residency.staging_places, self.cache.index.num_cached
 
     def note_contents(self, slot: int) -> None:
@@ -215,22 +215,22 @@ class Histories(RuleBasedStateMachine):
                 fewer = self.step(dict.fromkeys(rows, 1), listed, DECODE_ROWS)
                 if not fewer:
                     assert not all(run.promised for run in self.running.values())
-                    self.counts["parked"] += 1
-                    return self.close_slot(max(self.running), parked=True)
+                    self.counts["preempted"] += 1
+                    return self.close_slot(max(self.running), preempted=True)
 
-    def step(self, rows: dict[int, int], groups: list[int], most_rows: int) -> bool:
+    def step(self, rows: dict[int, int], groups: list[int], max_rows: int) -> bool:
         """One step, and all checks after it; False if there is no room for so many rows."""
         if not self.cache.can_prepare(rows):
             self.counts["fewer rows"] += 1
             return False
         runs = {slot: self.running[slot] for slot in rows}
-        is_prefill = most_rows == PREFILL_ROWS
+        is_prefill = max_rows == PREFILL_ROWS
         output, reads = self.session.append(
             {
                 slot: streams()[run.stream][run.done : run.done + rows[slot]]
                 for slot, run in runs.items()
             },
-            rows=most_rows,
+            rows=max_rows,
             slots=groups,
             staging=is_prefill,
             complete=is_prefill
@@ -261,12 +261,12 @@ class Histories(RuleBasedStateMachine):
         """What is shown of a sequence is what the device's own tables say."""
         view, store = view_sequence(self.cache, slot), self.cache.device.store
         pages = np.asarray(self.cache.pages_of(slot), np.int64)
-        assert np.array_equal(view.on_device, np.asarray(store.device_page)[pages] >= 0)
+        assert np.array_equal(view.on_device, np.asarray(store.device_page_index)[pages] >= 0)
         assert store.host is not None
-        hot_row = np.asarray(store.host.hot_row)[slot].reshape(-1, self.num_devices, 3)
-        positions = hot_row * self.num_devices + np.arange(self.num_devices)[:, None]
-        in_page = positions[hot_row >= 0] // self.geometry.rows_per_page
-        leased = np.asarray(store.host.hot_page)[slot, 0] >= 0
+        row_cache_row = np.asarray(store.host.row_cache_row)[slot].reshape(-1, self.num_devices, 3)
+        positions = row_cache_row * self.num_devices + np.arange(self.num_devices)[:, None]
+        in_page = positions[row_cache_row >= 0] // self.geometry.rows_per_page
+        leased = np.asarray(store.host.row_cache_page)[slot, 0] >= 0
         shown = [leased * np.count_nonzero(in_page == place) for place in range(len(pages))]
         assert view.row_cache.tolist() == shown
         self.counts["rows in a row cache"] += sum(shown)
@@ -277,7 +277,7 @@ class Histories(RuleBasedStateMachine):
         self.cache.moves.flush()
         stored = StoredRows.of(self.cache.device.store)
         for page in range(self.geometry.num_pages):
-            device, host = stored.device_page[page], stored.host_page[page]
+            device, host = stored.device_page_index[page], stored.host_page_index[page]
             if self.residency.state(page) is PageState.FREE:
                 assert (device, host) == (-1, -1), f"page {page} is free"
                 self.contents.pop(page, None)
@@ -305,12 +305,12 @@ class Histories(RuleBasedStateMachine):
         """Ends a sequence, in the middle or where it was to end."""
         self.close_slot(data.draw(st.sampled_from(sorted(self.running))))
 
-    def close_slot(self, slot: int, *, parked: bool = False) -> None:
+    def close_slot(self, slot: int, *, preempted: bool = False) -> None:
         del self.running[slot]
-        self.cache.close(slot, parked=parked)
+        self.cache.close(slot, preempted=preempted)
 
     @precondition(lambda self: not self.arriving[1:])
-    @rule(stream=st.sampled_from(STREAMS), total=st.integers(1, MOST_IMPORTED))
+    @rule(stream=st.sampled_from(STREAMS), total=st.integers(1, MAX_IMPORTED))
     def begin_import(self, stream: int, total: int) -> None:
         """Takes pages for a prefix that comes from elsewhere; or changes nothing."""
         before = self.account()
@@ -323,7 +323,7 @@ class Histories(RuleBasedStateMachine):
         self.arriving.append(Arriving(transfer, stream, total))
 
     @precondition(lambda self: self.arriving)
-    @rule(data=st.data(), rows=st.integers(1, MOST_PROMPT), ends=st.sampled_from("yyyn"))
+    @rule(data=st.data(), rows=st.integers(1, MAX_PROMPT), ends=st.sampled_from("yyyn"))
     def go_on_importing(self, data: st.DataObject, rows: int, ends: str) -> None:
         """Brings rows of an import, and ends it after the last, or in the middle."""
         self.bring(data.draw(st.sampled_from(self.arriving)), rows, ends)
@@ -383,31 +383,31 @@ class Histories(RuleBasedStateMachine):
         residency = self.residency
         pages = {state: residency.pages_in(state).tolist() for state in PageState}
         clean, host = pages[PageState.CLEAN], pages[PageState.HOST]
-        leased = [slot for slot in self.running if residency.hot_places(slot)]
+        leased = [slot for slot in self.running if residency.leased_row_cache(slot)]
         return [
-            (residency.clean, pages[PageState.DIRTY] if residency.num_free_host else []),
+            (residency.offload, pages[PageState.DIRTY] if residency.num_free_host else []),
             (residency.drop, [page for page in clean if residency.is_droppable(page)]),
-            (residency.give_up_host, clean),
-            (self.restore, host if residency.room else []),
-            (residency.lease_hot, [slot for slot in self.running if slot not in leased]),
-            (residency.release_hot, leased),
+            (residency.drop_host_copy, clean),
+            (self.onload, host if residency.room else []),
+            (residency.lease_row_cache, [slot for slot in self.running if slot not in leased]),
+            (residency.release_row_cache, leased),
             (lambda _: residency.lease_staging(), [1]),
             (lambda _: residency.release_staging(), [1]),
-            (self.promote, [1, 2, 3, 4]),
+            (self.onload_hottest, [1, 2, 3, 4]),
             (self.evict, [1]),
         ]
 
-    def restore(self, page: int) -> None:
+    def onload(self, page: int) -> None:
         self.cache.pool.acquire(page)
-        self.residency.restore(page)
+        self.residency.onload(page)
         self.cache.pool.release(page)
 
-    def promote(self, limit: int) -> None:
+    def onload_hottest(self, limit: int) -> None:
         self.evict(3)  # so that there may be room to spare
         heat = np.random.default_rng(limit).integers(1, 4, self.geometry.num_pages)
         self.residency.measure_heat()
         self.residency.update_heat(heat.astype(np.float32))
-        self.counts["promoted"] += self.residency.promote(limit)
+        self.counts["promoted"] += self.residency.onload_hottest(limit)
 
     def evict(self, count: int) -> None:
         for _ in range(count):
@@ -424,7 +424,7 @@ class Histories(RuleBasedStateMachine):
         self.open(1, 0, LENGTH - 8, 8, False)
         self.open(0, 1, LENGTH - 8, 8, False)
         self.open(2, 2, 8, 16, False)
-        self.begin_import(stream=2, total=MOST_IMPORTED)
+        self.begin_import(stream=2, total=MAX_IMPORTED)
 
     def spill(self) -> None:
         """Reads from all tiers at once, and a lease whose place a page needs."""
@@ -433,7 +433,7 @@ class Histories(RuleBasedStateMachine):
         self.drop_all()
         self.prefill(0, [PREFILL_ROWS])
         self.decode([0, -1], [(1, 0)] * 8)
-        assert self.residency.hot_places(0)
+        assert self.residency.leased_row_cache(0)
         self.close_slot(0)
         size = self.geometry.rows_per_page
         for slot, pages in enumerate((5, 3, 1)):
@@ -442,12 +442,12 @@ class Histories(RuleBasedStateMachine):
         self.decode([2, -1], [(1, 0)])
         self.drop_all()
         for slot in SLOTS:
-            self.residency.lease_hot(slot)
+            self.residency.lease_row_cache(slot)
         self.decode([0, -1], [(2, 0)])
         self.close_slot(1)
         self.close_slot(2)
         self.drop_all()
-        self.promote(4)
+        self.onload_hottest(4)
         self.close_slot(0)
         self.grow_beyond_promises()
 
@@ -470,7 +470,7 @@ class Histories(RuleBasedStateMachine):
         """Leaves on the device only what must lie there."""
         for page in self.residency.pages_in(PageState.DIRTY).tolist():
             if self.residency.num_free_host:
-                self.residency.clean(page)
+                self.residency.offload(page)
         for page in self.residency.pages_in(PageState.CLEAN).tolist():
             if self.residency.is_droppable(page):
                 self.residency.drop(page)
@@ -488,7 +488,7 @@ class Histories(RuleBasedStateMachine):
         assert not self.contents and self.cache.pool.num_free == self.geometry.num_pages
         assert self.residency.num_free_device == self.geometry.device_pages
         assert self.residency.num_free_host == self.geometry.host_pages
-        self.counts["restored"] += self.residency.pages_restored
+        self.counts["restored"] += self.residency.pages_onloaded
         self.counts["leases revoked"] += self.residency.leases_revoked
 
 

@@ -20,7 +20,7 @@ from glm53.model.sharding import make_mesh
 from glm53.model.steps import STEP_OUTPUT, PrefillBatch, StepOutput, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
 from kvcache.device.host_tier import READS, HostTier
-from pallas_kernels.common.implementation import preferred
+from pallas_kernels.common.implementation import override_implementation
 from pallas_kernels.common.row_format import RowFormat
 from tests.helpers.random_models import preset_params
 
@@ -66,7 +66,7 @@ def small_geometry(config: GLMConfig) -> KVGeometry:
         row_kind="fp8",
         device_pages=16,
         host_pages=8,
-        hot_rows=256,
+        row_cache_rows=256,
         staging_pages=1,
         max_model_len=192,
         max_sequences=3,
@@ -84,7 +84,7 @@ def random_rows(row: RowFormat, rng: np.random.Generator, *places: int) -> jax.A
 
 def random_state(config: GLMConfig, geometry: KVGeometry) -> State:
     """Two sequences with their last two pages on the device and the others in host memory. One has
-    hot rows, in the device's last pages."""
+    row-cache rows, in the device's last pages."""
     mesh, rng = make_mesh(), np.random.default_rng(0)
     store = KVStore.create(geometry, mesh)
     sequences = SequenceState.create(geometry, config.hidden_size, config.compute_dtype, mesh)
@@ -95,23 +95,23 @@ def random_state(config: GLMConfig, geometry: KVGeometry) -> State:
     device_page, host_page = (np.full(geometry.num_pages, -1, np.int32) for _ in range(2))
     device_page[pages[:, -2:]] = rng.permutation(8)[:4].reshape(2, 2)
     host_page[pages[:, :-2]] = rng.permutation(geometry.host_pages)[:6].reshape(2, 3)
-    hot_page = np.full(store.host.hot_page.shape, -1, np.int32)
-    hot_page[LEASED] = rng.permutation(8) + 8
+    row_cache_page = np.full(store.host.row_cache_page.shape, -1, np.int32)
+    row_cache_page[LEASED] = rng.permutation(8) + 8
     lengths, tokens = np.zeros((2, geometry.max_sequences), np.int32)
     lengths[[LEASED, UNLEASED]] = LENGTH, LENGTH - 3
     row, rows = geometry.row_format, geometry.rows_per_page
     host = dataclasses.replace(
         store.host,
         slab=random_rows(row, rng, geometry.host_pages, rows, geometry.num_layers),
-        hot_page=jnp.asarray(hot_page),
+        row_cache_page=jnp.asarray(row_cache_page),
     )
     state = State(
         dataclasses.replace(
             store,
             slab=random_rows(row, rng, geometry.num_layers, geometry.device_pages, rows),
             index_keys=random_rows(geometry.index_row_format, rng, *store.index_keys.shape[:3]),
-            device_page=jnp.asarray(device_page),
-            host_page=jnp.asarray(host_page),
+            device_page_index=jnp.asarray(device_page),
+            host_page_index=jnp.asarray(host_page),
             host=host,
         ),
         dataclasses.replace(
@@ -151,7 +151,9 @@ def host_tier(state: State) -> HostTier:
 
 
 def without_means(state: State) -> State:
-    host = dataclasses.replace(host_tier(state), hot_mean=jnp.zeros_like(host_tier(state).hot_mean))
+    host = dataclasses.replace(
+        host_tier(state), row_cache_mean=jnp.zeros_like(host_tier(state).row_cache_mean)
+    )
     return state._replace(store=dataclasses.replace(state.store, host=host))
 
 
@@ -165,7 +167,8 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 def test_equal_to_references(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kernels that do not fit together: a row, a count or a hot row that one hands on wrongly."""
+    """Kernels that do not fit together: a row, a count or a row-cache row that one hands on
+    wrongly."""
     # The interpreter takes no arrays in host memory.
     monkeypatch.setattr(steps_module, "on_device", lambda store: store)
     monkeypatch.setattr(steps_module, "in_host", lambda store: store)
@@ -183,7 +186,7 @@ def test_equal_to_references(
     state = random_state(config, geometry)
     expected, expected_state = run(steps, params, state)
     assert not traced
-    with preferred("interpreter"):
+    with override_implementation("interpreter"):
         found, found_state = run(steps, params, state)
         jax.block_until_ready(found_state)
     assert set(traced) == KERNELS
@@ -194,7 +197,7 @@ def test_equal_to_references(
     reads = dict(zip(READS, counts.tolist(), strict=True))
     assert all(reads[name] > 5 for name in ("resident", "hot", "staged", "host")), reads
     # The kernel adds index scores in another order, and may be off by about 3e-4 here.
-    means, others = (host_tier(state).hot_mean for state in (found_state, expected_state))
+    means, others = (host_tier(state).row_cache_mean for state in (found_state, expected_state))
     np.testing.assert_allclose(means, others, rtol=0, atol=1e-5)
     found_state, expected_state = map(without_means, (found_state, expected_state))
     assert_same_bits(found_state, expected_state)

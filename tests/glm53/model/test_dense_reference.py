@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvcache.device.resolve import MOST_ROWS_TO_RESOLVE
+from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE
 from kvcache.tiers.page_states import PageState
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import sparse_attention
@@ -31,7 +31,7 @@ def test_mostly_on_the_host(
 ) -> None:
     """Logits, selections and tokens of Hugging Face transformers, from rows of both tiers.
 
-    Steps of few rows find hot rows, those of many stage pages; both read the rest in place.
+    Steps of few rows find row-cache rows, those of many stage pages; both read the rest in place.
     """
     golden, config = golden_arrays(KIT), golden_config(KIT)
     ids, chosen = golden["p0_ids"], golden["p0_e5_greedy"]
@@ -40,23 +40,23 @@ def test_mostly_on_the_host(
         config,
         golden_params(KIT, num_devices),
         num_devices=num_devices,
-        most_step_rows=rows,
+        max_step_rows=rows,
         row_kind="float32",
         rows_per_device=8,
         device_pages=device_pages,
         host_pages=host_pages,
-        hot_rows=8,
+        row_cache_rows=8,
         staging_pages=1,
         max_sequences=2,
         max_model_len=len(tokens),
     )
     session.cache.open(1, tokens[: len(ids)].tolist(), len(tokens))
     full = [layer for layer, kind in enumerate(config.indexer_types) if kind == "full"]
-    uses_hot_rows = rows <= MOST_ROWS_TO_RESOLVE
+    uses_row_cache_rows = rows <= MAX_ROWS_TO_RESOLVE
     logits, selected, reads = [], [], Counter[str]()
     for start in range(0, len(tokens), rows):
         some = tokens[start : start + rows]
-        output, found = session.append({1: some}, rows=rows, staging=not uses_hot_rows)
+        output, found = session.append({1: some}, rows=rows, staging=not uses_row_cache_rows)
         assert output.trace is not None
         logits.append(np.array(output.logits)[0, : len(some)])
         selected.append(np.array(output.trace.selected)[full, : len(some)])
@@ -69,7 +69,7 @@ def test_mostly_on_the_host(
     on_host = session.cache.residency.count(PageState.HOST)
     assert on_host > len(session.cache.pages_of(1)) // 2
     assert min(reads[name] for name in ("resident", "staged", "host")) > 100, reads
-    assert (reads["hot"] > 100) == uses_hot_rows, reads
+    assert (reads["hot"] > 100) == uses_row_cache_rows, reads
 
 
 def random_rows(kind: RowKind, places: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -42,12 +42,12 @@ def session() -> CachedSession:
     session = CachedSession(
         config(),
         preset_params(config(), 1),
-        most_step_rows=ROWS,
+        max_step_rows=ROWS,
         row_kind="float32",
         rows_per_device=PAGE,
         device_pages=24,
         host_pages=64,
-        hot_rows=PAGE,
+        row_cache_rows=PAGE,
         staging_pages=1,
         max_sequences=2,
         max_model_len=LENGTH,
@@ -87,9 +87,9 @@ def run(
     assert store.host is not None
     rows = page_rows(session.geometry, len(prompt))
     pages = pages[np.arange(len(prompt)) // PAGE]
-    places = np.array(store.device_page)[pages]
+    places = np.array(store.device_page_index)[pages]
     on_device = as_bytes(store.slab)[-1, places, rows]
-    in_host = as_bytes(store.host.slab)[np.array(store.host_page)[pages], rows, -1]
+    in_host = as_bytes(store.host.slab)[np.array(store.host_page_index)[pages], rows, -1]
     stored = np.where((places >= 0)[:, None], on_device, in_host)
     # Position 0 has no token before it.
     return found, as_bytes(drafts.logits).tobytes(), stored[1:]
@@ -116,7 +116,7 @@ def test_drafts_after_a_cached_prefix(length: int, found: int, spilled: bool) ->
     cache = case.cache
     if spilled:
         for page in cache.residency.droppable_in(PageState.DIRTY).tolist():
-            cache.residency.clean(page)
+            cache.residency.offload(page)
         for page in cache.residency.droppable_in(PageState.CLEAN).tolist():
             cache.residency.drop(page)
     expected = run(case, 0, tokens()[:length], use_prefix=False)

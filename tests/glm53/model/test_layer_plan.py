@@ -152,9 +152,9 @@ def test_irregular_plan() -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("one_body", [True, False])
+@pytest.mark.parametrize("single_scan", [True, False])
 @pytest.mark.parametrize("letters", ["FFFSSSFS", "FFSFSFS", "FSFS", "FFF"])
-def test_run_layers(letters: str, one_body: bool) -> None:
+def test_run_layers(letters: str, single_scan: bool) -> None:
     """A layer run in another's place, or an output at another's, in either form."""
     kinds = [(letter == "F", number > 2) for number, letter in enumerate(letters)]
     layers = layer_indices(with_kinds(kinds))[: len(kinds)]
@@ -163,7 +163,7 @@ def test_run_layers(letters: str, one_body: bool) -> None:
         places = [index.layer, index.index_layer, index.mlp_layer, index.full, index.sparse]
         return state + 1, jnp.stack([state, *(jnp.asarray(place, jnp.int32) for place in places)])
 
-    state, outputs = run_layers(layers, run, jnp.int32(0), one_body=one_body)
+    state, outputs = run_layers(layers, run, jnp.int32(0), single_scan=single_scan)
     assert state == len(layers)
     expected = [
         [x.layer, x.layer, x.index_layer, x.mlp_layer, x.full, x.sparse]  # in their order
@@ -172,8 +172,8 @@ def test_run_layers(letters: str, one_body: bool) -> None:
     np.testing.assert_array_equal(outputs, np.array(expected, np.int32))
 
 
-def _in_one_form(one_body: bool) -> Callable:
-    return lambda *args, **_: run_layers(*args, one_body=one_body)
+def _in_one_form(single_scan: bool) -> Callable:
+    return lambda *args, **_: run_layers(*args, single_scan=single_scan)
 
 
 @pytest.mark.compiles
@@ -186,22 +186,22 @@ def test_both_forms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         mlp_layer_types=("dense", "sparse", "dense", "sparse", "sparse"),
     )
     tokens, found = random_tokens(config, 70), []
-    for one_body in (True, False):
+    for single_scan in (True, False):
         session = CachedSession(
             config,
             preset_params(config, 1),
-            most_step_rows=16,
+            max_step_rows=16,
             row_kind="float32",
             rows_per_device=4,
             device_pages=8,
             host_pages=14,
-            hot_rows=8,
+            row_cache_rows=8,
             staging_pages=1,
             max_sequences=1,
             max_model_len=72,
         )
         session.steps = Steps(config, session.geometry, make_mesh())
-        monkeypatch.setattr(forward, "run_layers", _in_one_form(one_body))
+        monkeypatch.setattr(forward, "run_layers", _in_one_form(single_scan))
         session.cache.open(0, tokens[:48].tolist(), 70)
         results, reads = [], []
         for start, rows in [
@@ -220,7 +220,7 @@ def test_both_forms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results == others
     assert reads == other_reads
     assert min(sum(read[name] for read in reads) for name in ("hot", "staged", "host")) > 0
-    held = stored.device_page >= 0
-    np.testing.assert_array_equal(stored.device_page, other_stored.device_page)
-    places = stored.device_page[held]
+    held = stored.device_page_index >= 0
+    np.testing.assert_array_equal(stored.device_page_index, other_stored.device_page_index)
+    places = stored.device_page_index[held]
     np.testing.assert_array_equal(stored.device[:, places], other_stored.device[:, places])

@@ -13,7 +13,7 @@ from glm53.model.config import GLMConfig
 from glm53.model.forward import Forward, Selection
 from glm53.model.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
-from kvcache.device.store import KVStore, locate_rows
+from kvcache.device.store import KVStore, translate_positions
 from serving.options.engine_options import model_path
 from tests.helpers.session import Session
 
@@ -103,7 +103,7 @@ def test_last_positions_instead_of_the_indexer(
     def select_last(self: Forward, index, query, weights, store) -> tuple[KVStore, Selection]:
         offsets = jnp.arange(1 - self.config.index_topk, 1)
         positions = jnp.maximum(self.positions[:, None] + offsets, -1)
-        rows, _ = locate_rows(store, self.geometry, self.tables, positions, self.device)
+        rows, _ = translate_positions(store, self.geometry, self.tables, positions, self.device)
         return store, Selection(positions, rows, None)
 
     monkeypatch.setattr(Forward, "_select", select_last)

@@ -47,7 +47,7 @@ HAPPENS = (
     "restored",
     "evicted",
     "leases revoked",
-    "parked",
+    "preempted",
 )
 
 

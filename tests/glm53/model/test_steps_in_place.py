@@ -15,7 +15,7 @@ from pallas_kernels.common.row_format import RowKind
 from tests.helpers.in_place import check_in_place, pointers
 
 pytestmark = pytest.mark.compiles
-HOST_TIER = {"host_pages": 3000, "hot_rows": 20, "staging_pages": 8}
+HOST_TIER = {"host_pages": 3000, "row_cache_rows": 20, "staging_pages": 8}
 
 
 def check_step_in_place(

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from kvcache.device.page_moves import MoveList, PageMoves
 
 PLACES = range(4)
-KINDS = ["store", "load", "copy", "copy_keys"]
+KINDS = ["offload", "onload", "copy", "copy_keys"]
 Move = tuple[str, int, int]
 
 places = st.sampled_from(PLACES)
 moves = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(KINDS), places, places).filter(
-            lambda move: move[0] in ("store", "load") or move[1] != move[2]
+            lambda move: move[0] in ("offload", "onload") or move[1] != move[2]
         ),
         st.tuples(st.just("map_page"), places, st.integers(-1, 3)),
         st.just(("flush", 0, 0)),
@@ -42,8 +42,8 @@ class Device:
 
     def move(self, kind: str, source: int, target: int) -> None:
         tiers = {
-            "store": (self.device, self.host),
-            "load": (self.host, self.device),
+            "offload": (self.device, self.host),
+            "onload": (self.host, self.device),
             "copy": (self.device, self.device),
             "copy_keys": (self.keys, self.keys),
         }
@@ -52,14 +52,14 @@ class Device:
     def launch(self, queued: MoveList) -> None:
         """Executes each list last move first: the order within a list must not matter."""
         self.launches.append(queued)
-        lists = [queued.stores, queued.loads, queued.copies, queued.key_copies]
+        lists = [queued.offloads, queued.onloads, queued.copies, queued.key_copies]
         for kind, pairs in zip(KINDS, lists, strict=True):
             for source, target in pairs[::-1].tolist():
                 if source >= 0:
                     self.move(kind, source, target)
-        for page, device_place, host_place in queued.maps[::-1].tolist():
+        for page, device_page_index, host_page_index in queued.maps[::-1].tolist():
             if page >= 0:
-                self.maps[page] = (device_place, host_place)
+                self.maps[page] = (device_page_index, host_page_index)
 
 
 def queue(page_moves: PageMoves, kind: str, source: int, target: int) -> None:
@@ -85,7 +85,11 @@ def test_launches_have_the_effect_of_the_moves_one_by_one(moves: list[Move], siz
             expected.move(kind, source, target)
     page_moves.flush()
     assert dataclasses.replace(actual, launches=[]) == expected
-    counts = page_moves.pages_stored, page_moves.pages_loaded, page_moves.pages_copied
+    counts = (
+        page_moves.pages_queued_to_offload,
+        page_moves.pages_queued_to_onload,
+        page_moves.pages_copied,
+    )
     assert counts == tuple([move[0] for move in moves].count(kind) for kind in KINDS[:3])
 
 
@@ -111,26 +115,26 @@ def test_lists_have_one_shape(moves: list[Move], size: int) -> None:
     ("moves", "launches"),
     [
         # Places of one tier only, or reads only, or in the order of a launch.
-        ([("store", 0, 0), ("store", 1, 1), ("load", 2, 2), ("load", 3, 3)], 1),
-        ([("load", 2, 2), ("load", 3, 3), ("store", 0, 0), ("store", 1, 1)], 1),
-        ([("store", 0, 0), ("store", 0, 1)], 1),
-        ([("load", 0, 0), ("load", 0, 1)], 1),
-        ([("store", 0, 0), ("load", 0, 1)], 1),
-        ([("store", 0, 0), ("load", 1, 0)], 1),
-        ([("store", 0, 0), ("load", 1, 0), ("copy", 0, 1)], 1),
-        ([("copy", 0, 1), ("store", 0, 0)], 1),
+        ([("offload", 0, 0), ("offload", 1, 1), ("onload", 2, 2), ("onload", 3, 3)], 1),
+        ([("onload", 2, 2), ("onload", 3, 3), ("offload", 0, 0), ("offload", 1, 1)], 1),
+        ([("offload", 0, 0), ("offload", 0, 1)], 1),
+        ([("onload", 0, 0), ("onload", 0, 1)], 1),
+        ([("offload", 0, 0), ("onload", 0, 1)], 1),
+        ([("offload", 0, 0), ("onload", 1, 0)], 1),
+        ([("offload", 0, 0), ("onload", 1, 0), ("copy", 0, 1)], 1),
+        ([("copy", 0, 1), ("offload", 0, 0)], 1),
         ([("copy", 0, 1), ("copy", 0, 2), ("copy_keys", 0, 1), ("copy_keys", 0, 2)], 1),
         ([("copy", 0, 1), ("copy_keys", 1, 0), ("map_page", 0, 1), ("map_page", 0, 2)], 1),
-        ([("store", 0, 0), ("flush", 0, 0), ("flush", 0, 0)], 1),
+        ([("offload", 0, 0), ("flush", 0, 0), ("flush", 0, 0)], 1),
         ([("flush", 0, 0)], 0),
         # One writes what the other reads or writes, and the launch would not keep their order.
-        ([("load", 0, 0), ("store", 1, 0)], 2),
-        ([("load", 0, 0), ("store", 0, 1)], 2),
-        ([("copy", 0, 1), ("store", 1, 0)], 2),
-        ([("copy", 0, 1), ("load", 0, 0)], 2),
-        ([("copy", 0, 1), ("load", 0, 1)], 2),
-        ([("store", 0, 0), ("store", 1, 0)], 2),
-        ([("load", 0, 0), ("load", 1, 0)], 2),
+        ([("onload", 0, 0), ("offload", 1, 0)], 2),
+        ([("onload", 0, 0), ("offload", 0, 1)], 2),
+        ([("copy", 0, 1), ("offload", 1, 0)], 2),
+        ([("copy", 0, 1), ("onload", 0, 0)], 2),
+        ([("copy", 0, 1), ("onload", 0, 1)], 2),
+        ([("offload", 0, 0), ("offload", 1, 0)], 2),
+        ([("onload", 0, 0), ("onload", 1, 0)], 2),
         ([("copy", 0, 1), ("copy", 1, 2)], 2),
         ([("copy", 0, 1), ("copy", 2, 0)], 2),
         ([("copy", 0, 1), ("copy", 2, 1)], 2),
@@ -149,7 +153,7 @@ def test_a_launch_ends_at_a_conflict_and_nowhere_else(moves: list[Move], launche
     assert len(device.launches) == launches
 
 
-@pytest.mark.parametrize(("kind", "room"), [("store", 2), ("load", 2), ("copy_keys", 2)])
+@pytest.mark.parametrize(("kind", "room"), [("offload", 2), ("onload", 2), ("copy_keys", 2)])
 def test_a_full_list_is_launched(kind: str, room: int) -> None:
     """A move beyond the end of its list, or a launch before it is full."""
     device = Device()

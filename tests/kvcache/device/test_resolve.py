@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
 from kvcache.device.host_tier import READS
-from kvcache.device.resolve import MOST_ROWS_TO_RESOLVE, find_selected, stage_layer
+from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE, resolve_selection, stage_layer
 from kvcache.device.store import MESH_AXIS, in_host, on_device
 from pallas_kernels.common.host_memory import HOST_MEMORY
 from pallas_kernels.common.row_format import RowFormat
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.compiles
 GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 3), 3, 5, 4
 FIRST_LAYER = (0, 1)
 DEVICE_PAGES, HOST_PAGES = 14, 18
-NUM_HOT, HOT_PAGES, STAGING_PAGES = 6, 2, 3
+NUM_ENTRIES, ROW_CACHE_PAGES, STAGING_PAGES = 6, 2, 3
 SEQUENCES, K = 3, 10
-PREFILL_ROWS = MOST_ROWS_TO_RESOLVE + 1
+PREFILL_ROWS = MAX_ROWS_TO_RESOLVE + 1
 NOTHING = -7  # in every row that holds no page's
 
 # Places of the device that are on lease; all others may hold pages.
@@ -40,7 +40,7 @@ def geometry(num_devices: int) -> KVGeometry:
         group_layers=GROUP_LAYERS,
         device_pages=DEVICE_PAGES,
         host_pages=HOST_PAGES,
-        hot_rows=NUM_HOT,
+        row_cache_rows=NUM_ENTRIES,
         staging_pages=STAGING_PAGES,
         num_devices=num_devices,
         max_sequences=SLOTS,
@@ -57,9 +57,9 @@ def compiled(num_devices: int) -> Callable:
     sizes, mesh = geometry(num_devices), make_mesh(num_devices)
 
     def local(store, group, layers, slots, tables, positions, scores):
-        hot_scores = scores if positions.shape[1] <= MOST_ROWS_TO_RESOLVE else None
+        row_cache_scores = scores if positions.shape[1] <= MAX_ROWS_TO_RESOLVE else None
         device = jax.lax.axis_index(MESH_AXIS)
-        store, row_ids, staged = find_selected(
+        store, row_ids, staged = resolve_selection(
             on_device(store),
             sizes,
             group,
@@ -67,7 +67,7 @@ def compiled(num_devices: int) -> Callable:
             slots,
             tables,
             positions,
-            hot_scores,
+            row_cache_scores,
             device,
         )
 
@@ -131,7 +131,7 @@ class Driver:
         for pages, place in [*device_page.items(), *host_page.items()]:
             assert pages != place
         self.models = {
-            (device, slot, group): HotRows.empty(NUM_HOT)
+            (device, slot, group): HotRows.empty(NUM_ENTRIES)
             for device in range(num_devices)
             for slot in range(SLOTS)
             for group in range(len(GROUP_LAYERS))
@@ -151,9 +151,9 @@ class Driver:
             slab[:, place] = content(layers[:, None], page, rows, width)
         for page, place in self.host_page.items():
             host[place] = content(layers, page, rows[:, None], width)
-        hot_page = np.full((SLOTS, HOT_PAGES), -1)
+        row_cache_page = np.full((SLOTS, ROW_CACHE_PAGES), -1)
         for slot in self.leased:
-            hot_page[slot] = HOT_LEASES[slot]
+            row_cache_page[slot] = HOT_LEASES[slot]
         staging = np.full(STAGING_PAGES, -1)
         staging[: self.num_staging] = STAGING[: self.num_staging]
 
@@ -165,12 +165,12 @@ class Driver:
         return dataclasses.replace(
             jax.tree.map(jnp.copy, dataclasses.replace(start, host=None)),
             slab=placed(slab, start.slab),
-            device_page=placed(self.map(self.device_page), start.device_page),
-            host_page=placed(self.map(self.host_page), start.host_page),
+            device_page_index=placed(self.map(self.device_page), start.device_page_index),
+            host_page_index=placed(self.map(self.host_page), start.host_page_index),
             host=dataclasses.replace(
                 jax.tree.map(jnp.copy, start.host),
                 slab=placed(host, start.host.slab),
-                hot_page=placed(hot_page, start.host.hot_page),
+                row_cache_page=placed(row_cache_page, start.host.row_cache_page),
                 staging_page=placed(staging, start.host.staging_page),
             ),
         )
@@ -197,7 +197,7 @@ class Driver:
         sizes, layers = self.sizes, FIRST_LAYER[group] + np.arange(GROUP_LAYERS[group])
         positions[np.asarray(slots) < 0] = -1
         tables = self.tables[np.maximum(slots, 0)]
-        scores = self.rng.integers(-2, 3, (SEQUENCES, NUM_HOT)).astype(np.float32)
+        scores = self.rng.integers(-2, 3, (SEQUENCES, NUM_ENTRIES)).astype(np.float32)
         self.store, row_ids, read = compiled(sizes.num_devices)(
             self.store,
             jnp.int32(group),
@@ -234,7 +234,7 @@ class Driver:
         row_ids: np.ndarray,
         scores: np.ndarray,
     ) -> None:
-        """Does in Python what the step did to one device's hot rows and counts."""
+        """Does in Python what the step did to one device's row-cache rows and counts."""
         for page in pages[pages >= 0].tolist():
             self.selections[device, page] += 1
         spilled = (pages >= 0) & (self.map(self.device_page)[pages] < 0)
@@ -249,7 +249,7 @@ class Driver:
             counts = dict.fromkeys(READS, 0)
             counts["resident"] = int(((pages[index] >= 0) & ~spilled[index]).sum())
             wanted, elsewhere = positions[index][spilled[index]].tolist(), in_place[index]
-            if positions.shape[1] > MOST_ROWS_TO_RESOLVE:
+            if positions.shape[1] > MAX_ROWS_TO_RESOLVE:
                 staged = np.isin(pages[index], staged_pages[:room]) & spilled[index]
                 np.testing.assert_array_equal(elsewhere, spilled[index] & ~staged)
                 counts |= {"staged": int(staged.sum()), "missed": len(wanted)}
@@ -274,13 +274,13 @@ class Driver:
             self.reads[slot, device] += list(counts.values())
 
     def check(self) -> None:
-        """Asserts that hot rows and counts are as in Python, and pages' rows untouched."""
+        """Asserts that row-cache rows and counts are as in Python, and pages' rows untouched."""
         host = self.store.host
         assert host is not None
         num_devices = self.sizes.num_devices
         rows, means = (
-            np.asarray(array).reshape(SLOTS, len(GROUP_LAYERS), num_devices, NUM_HOT)
-            for array in (host.hot_row, host.hot_mean)
+            np.asarray(array).reshape(SLOTS, len(GROUP_LAYERS), num_devices, NUM_ENTRIES)
+            for array in (host.row_cache_row, host.row_cache_mean)
         )
         for (device, slot, group), model in self.models.items():
             # The model holds positions.
@@ -323,10 +323,11 @@ def test_rows_on_the_device(num_devices: int) -> None:
 
 @meshes
 @pytest.mark.parametrize("spilled", ["all", "some"])
-def test_hot_rows(num_devices: int, spilled: str) -> None:
+def test_row_cache_rows(num_devices: int, spilled: str) -> None:
     """A missed row that a layer of its group does not read, or another group's, slot's or device's.
 
-    Slot 1 has no hot rows. Three rows of a step select up to five times what there is room for.
+    Slot 1 has no row-cache rows. Three rows of a step select up to five times what there is room
+    for.
     """
     device_page = MIXED if spilled == "some" else {}
     driver = Driver(num_devices, device_page, ON_HOST, TABLES, leased=(0, 2), num_staging=3)
@@ -375,7 +376,7 @@ def test_a_shared_page_is_staged_once(num_devices: int) -> None:
 
 @meshes
 def test_a_page_that_comes_back(num_devices: int) -> None:
-    """A hot row that is not found again once its page has been on the device and left it."""
+    """A row-cache row that is not found again once its page has been on the device and left it."""
     driver = Driver(num_devices, {}, ON_HOST, TABLES, leased=(0,))
     positions = np.full((SEQUENCES, 1, K), -1, np.int32)
     positions[0, 0, :4] = np.arange(4)
@@ -384,7 +385,7 @@ def test_a_page_that_comes_back(num_devices: int) -> None:
         before = driver.filled()
         driver.store = dataclasses.replace(
             driver.store,
-            device_page=before.device_page,
+            device_page_index=before.device_page_index,
             slab=driver.store.slab.at[:, [3]].set(before.slab[:, [3]]),
         )
         count = driver.reads[0, :, READS.index(column)].copy()

@@ -22,7 +22,7 @@ from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore, OutOfPagesError, PagePool, SequenceState
 from kvcache.device.page_moves import MoveList
 from kvcache.device.sequence_state import assign_slot, set_pages
-from kvcache.device.store import MESH_AXIS, append_index_keys, append_rows, locate_rows
+from kvcache.device.store import MESH_AXIS, append_index_keys, append_rows, translate_positions
 from kvcache.device.transitions import Transitions
 from pallas_kernels.common.row_format import RowFormat, RowKind
 from tests.helpers.in_place import check_in_place, pointers
@@ -34,7 +34,7 @@ LAYERS, INDEX_LAYERS = sum(GROUP_LAYERS), len(GROUP_LAYERS)
 # its place in a block table always differ: of the free ones, ids and places are MAX_PAGES or more.
 FREE_PAGES, HELD_PAGES = 12, MAX_PAGES
 DEVICE_PAGES = FREE_PAGES + 2 * HELD_PAGES
-HOST_TIER = {"host_pages": 8, "hot_rows": 6, "staging_pages": 2}
+HOST_TIER = {"host_pages": 8, "row_cache_rows": 6, "staging_pages": 2}
 TOKENS = 16  # rows of one append
 EVERYWHERE = PartitionSpec()
 
@@ -84,7 +84,9 @@ class Compiled:
 
         def locate(store: KVStore, tables: jax.Array, positions: jax.Array) -> jax.Array:
             device = jax.lax.axis_index(MESH_AXIS)
-            return jnp.stack(locate_rows(store, geometry, tables, positions, device))[:, None]
+            return jnp.stack(translate_positions(store, geometry, tables, positions, device))[
+                :, None
+            ]
 
         rows = (specs, *[EVERYWHERE] * 4)
         self.append_rows = jit(append_both, rows, specs, (0,))
@@ -299,7 +301,7 @@ def test_fields_have_buffers_of_their_own() -> None:
 
 
 @meshes
-def test_locate_rows(num_devices: int) -> None:
+def test_translate_positions(num_devices: int) -> None:
     """A tier confused with another, or a position that is nowhere and gets a place."""
     run = with_host_tier(num_devices)
     geometry, (store, _) = run.geometry, run.empty()
@@ -309,7 +311,7 @@ def test_locate_rows(num_devices: int) -> None:
     host_page = device_page.copy()
     device_page[[7, 11]], host_page[[5, 11]] = (13, 2), (6, 3)
     store = dataclasses.replace(
-        store, device_page=jnp.asarray(device_page), host_page=jnp.asarray(host_page)
+        store, device_page_index=jnp.asarray(device_page), host_page_index=jnp.asarray(host_page)
     )
     first_rows = [
         13 * ROWS_PER_DEVICE,

@@ -15,7 +15,7 @@ from pallas_kernels.common.row_format import RowFormat, RowKind
 from tests.helpers.in_place import check_in_place, fetch_copy, pointers
 
 pytestmark = pytest.mark.compiles
-DEVICE_PAGES, HOST_PAGES, SLOTS, HOT_PAGES, STAGING_PAGES = 30, 40, 4, 2, 3
+DEVICE_PAGES, HOST_PAGES, SLOTS, ROW_CACHE_PAGES, STAGING_PAGES = 30, 40, 4, 2, 3
 MOVES = 5
 stores = pytest.mark.parametrize(("num_devices", "kind"), [(1, "bfloat16"), (2, "fp8")])
 
@@ -26,7 +26,7 @@ def make_geometry(num_devices: int, kind: RowKind, host_pages: int) -> KVGeometr
         group_layers=(1, 2),
         device_pages=DEVICE_PAGES,
         host_pages=host_pages,
-        hot_rows=6 * hybrid,
+        row_cache_rows=6 * hybrid,
         staging_pages=STAGING_PAGES * hybrid,
         num_devices=num_devices,
         max_sequences=SLOTS,
@@ -52,7 +52,7 @@ class Driver:
         mesh = make_mesh(num_devices)
         shapes = jax.eval_shape(lambda: KVStore.create(geometry, mesh))
         junk: Any = jax.tree.map(lambda leaf: self.junk(leaf.shape, leaf.dtype), shapes)
-        for places in (junk.device_page, junk.host_page):
+        for places in (junk.device_page_index, junk.host_page_index):
             places[:] = -1
         # Computed rather than put there, as numpy's own memory cannot be donated.
         self.store: KVStore = jax.jit(
@@ -80,7 +80,7 @@ class Driver:
 
     def place(self, device_page: dict[int, int], host_page: dict[int, int]) -> None:
         """Sets where pages lie, without a transition."""
-        for name, places in (("device_page", device_page), ("host_page", host_page)):
+        for name, places in (("device_page_index", device_page), ("host_page_index", host_page)):
             mirrored = getattr(self.mirror, name)
             mirrored[list(places)] = list(places.values())
             put = jax.device_put(mirrored.copy(), getattr(self.store, name).sharding)
@@ -127,33 +127,38 @@ def test_moves(num_devices: int, kind: RowKind) -> None:
     driver = Driver(num_devices, kind)
     rng, mirror, num_pages = driver.rng, driver.mirror, driver.geometry.num_pages
     for counts in [(0, 0, 0, 0, 0), (5, 5, 5, 5, 20), (2, 0, 3, 1, 4), (0, 4, 1, 2, 1)]:
-        stores = pairs(rng, counts[0], DEVICE_PAGES, HOST_PAGES)
-        loads = pairs(rng, counts[1], HOST_PAGES, DEVICE_PAGES)
+        offloads = pairs(rng, counts[0], DEVICE_PAGES, HOST_PAGES)
+        onloads = pairs(rng, counts[1], HOST_PAGES, DEVICE_PAGES)
         if counts[0] and counts[1]:
             # Stored, loaded elsewhere, and copied on, all in one launch.
-            loads[0, 0] = stores[0, 1]
+            onloads[0, 0] = offloads[0, 1]
         copies = pairs(rng, counts[2], DEVICE_PAGES, DEVICE_PAGES)
-        if counts[1] and loads[0, 1] not in copies:
-            copies[0, 0] = loads[0, 1]
+        if counts[1] and onloads[0, 1] not in copies:
+            copies[0, 0] = onloads[0, 1]
         key_copies = pairs(rng, counts[3], num_pages, num_pages)
         maps = np.full((4 * MOVES, 3), -1, np.int32)
         maps[: counts[4], 0] = rng.permutation(num_pages)[: counts[4]]
         maps[: counts[4], 1] = rng.integers(-1, DEVICE_PAGES, counts[4])
         maps[: counts[4], 2] = rng.integers(-1, HOST_PAGES, counts[4])
         maps[: counts[4] // 4, 1:] = -1
-        for source, target in stores[: counts[0]]:
+        for source, target in offloads[: counts[0]]:
             mirror.host.slab[target] = mirror.slab[:, source].swapaxes(0, 1)
-        for source, target in loads[: counts[1]]:
+        for source, target in onloads[: counts[1]]:
             mirror.slab[:, target] = mirror.host.slab[source].swapaxes(0, 1)
         for source, target in copies[: counts[2]]:
             mirror.slab[:, target] = mirror.slab[:, source]
         for source, target in key_copies[: counts[3]]:
             mirror.index_keys[:, target] = mirror.index_keys[:, source]
-        for page, device_place, host_place in maps[: counts[4]]:
-            mirror.device_page[page], mirror.host_page[page] = device_place, host_place
-            if device_place < 0 and host_place < 0:  # freed: the next holder's counts start anew
+        for page, device_page_index, host_page_index in maps[: counts[4]]:
+            mirror.device_page_index[page], mirror.host_page_index[page] = (
+                device_page_index,
+                host_page_index,
+            )
+            if (
+                device_page_index < 0 and host_page_index < 0
+            ):  # freed: the next holder's counts start anew
                 mirror.host.selections.reshape(num_devices, -1)[:, page] = 0
-        driver.run("move", MoveList(stores, loads, copies, key_copies, maps))
+        driver.run("move", MoveList(offloads, onloads, copies, key_copies, maps))
         driver.check()
 
 
@@ -183,9 +188,9 @@ def test_write_and_read(num_devices: int, kind: RowKind) -> None:
         if page >= 0:
             mirror.index_keys[:, page] = key.swapaxes(0, 1)
         if page in (50, 3):
-            mirror.slab[:, mirror.device_page[page]] = row.swapaxes(0, 1)
+            mirror.slab[:, mirror.device_page_index[page]] = row.swapaxes(0, 1)
         if page in (11, 3):
-            mirror.host.slab[mirror.host_page[page]] = row
+            mirror.host.slab[mirror.host_page_index[page]] = row
     driver.check()
     # The device's rows count where a page has both: page 11's are in the host place now.
     driver.place({}, {3: 35})
@@ -198,16 +203,16 @@ def test_write_and_read(num_devices: int, kind: RowKind) -> None:
 
 @stores
 def test_leases(num_devices: int, kind: RowKind) -> None:
-    """Hot rows of one sequence that the next finds, or a slot that loses its own."""
+    """Row-cache rows of one sequence that the next finds, or a slot that loses its own."""
     driver = Driver(num_devices, kind)
     host = driver.mirror.host
     slots = np.asarray([2, -1, 0, -1], np.int32)
     pages = np.asarray([[4, 9], [7, 7], [-1, -1], [3, 1]], np.int32)
     driver.run("lease", slots, pages)
-    host.hot_page[[2, 0]] = [[4, 9], [-1, -1]]
-    host.hot_row[[2, 0]] = -1
+    host.row_cache_page[[2, 0]] = [[4, 9], [-1, -1]]
+    host.row_cache_row[[2, 0]] = -1
     driver.check()
-    driver.run("borrow", np.asarray([8, 2, -1], np.int32))
+    driver.run("set_staging_pages", np.asarray([8, 2, -1], np.int32))
     host.staging_page[:] = 8, 2, -1
     driver.check()
 
@@ -219,7 +224,7 @@ def test_cooling(num_devices: int, kind: RowKind) -> None:
     selections = driver.mirror.host.selections
     counted = selections.reshape(num_devices, -1).sum(axis=0)
     for _ in range(2):
-        _, found = driver.run("cool")
+        _, found = driver.run("decay")
         np.testing.assert_array_equal(found, counted)
         selections /= 2
         counted = counted / 2

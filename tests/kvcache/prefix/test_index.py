@@ -436,17 +436,17 @@ def test_shared_beginning_stays() -> None:
 
 
 def test_known_next_use_is_believed() -> None:
-    """Pages of a parked sequence given up before those of conversations that return later."""
+    """Pages of a preempted sequence given up before those of conversations that return later."""
     cache = Cache(2, 40)
     for turn in range(30):
         cache.turn([turn % 10 * 100 + i for i in range(4)])
-    parked = [5000, 5001, 5002, 5003]
-    cache.turn(parked, due=cache.now + 1)
+    preempted = [5000, 5001, 5002, 5003]
+    cache.turn(preempted, due=cache.now + 1)
     for _ in range(20):
         assert cache.index.evict(cache.now)
-    assert cache.index.match(parked, 4).num_tokens == 4
-    cache.turn(parked)
-    assert cache.index._by_page[cache.index.match(parked, 4).pages[0]].interval is None
+    assert cache.index.match(preempted, 4).num_tokens == 4
+    cache.turn(preempted)
+    assert cache.index._by_page[cache.index.match(preempted, 4).pages[0]].interval is None
 
 
 def test_pages_end_last_first() -> None:

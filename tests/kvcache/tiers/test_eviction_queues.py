@@ -22,7 +22,7 @@ class Harness:
         self,
         device_pages: int,
         host_pages: int,
-        hot_pages: int = 1,
+        row_cache_pages: int = 1,
         staging_pages: int = 2,
         unreferenced: Iterable[int] = (),
     ) -> None:
@@ -35,7 +35,7 @@ class Harness:
             device_pages=device_pages,
             host_pages=host_pages,
             max_sequences=4,
-            hot_pages=hot_pages,
+            row_cache_pages=row_cache_pages,
             staging_pages=staging_pages,
             moves=self.moves,
             referenced=lambda: ~np.isin(np.arange(self.num_pages), list(self.unreferenced)),
@@ -85,7 +85,7 @@ def test_order_of_victims(data: st.DataObject) -> None:
     heat = data.draw(st.lists(st.integers(0, 2), min_size=5, max_size=5))
     harness.heat(*map(float, heat))
     for page in data.draw(st.lists(st.integers(0, 4), unique=True)):
-        harness.pages.clean(page)  # No difference: a copy is made of the coldest in any case.
+        harness.pages.offload(page)  # No difference: a copy is made of the coldest in any case.
     expected = sorted(
         order, key=lambda page: (heat[page], page not in harness.unreferenced, order.index(page))
     )
@@ -93,7 +93,7 @@ def test_order_of_victims(data: st.DataObject) -> None:
 
 
 def test_heat_measured_before_a_page_began() -> None:
-    """The heat of whatever had a page's id before taken for its own, while counts are under way."""
+    """The heat of whatever had a page's id before taken for its own, while counts are in flight."""
     harness = Harness(5, 5)
     harness.fill(0, 1, 2)
     harness.pages.measure_heat()
@@ -117,7 +117,7 @@ def test_what_changed_since_the_order_was_made() -> None:
     assert harness.states(0, 1, 2, 3) == "HOST DIRTY DIRTY DIRTY"
     harness.unreferenced = set()
     harness.pages.pin(1)
-    harness.pages.restore(0)
+    harness.pages.onload(0)
     harness.pages.seal(4)
     assert dropped_in_turn(harness, [0, 2, 3, 4]) == [0, 2, 3, 4]
     harness.pages.unpin(1)
@@ -164,14 +164,14 @@ def test_copies_are_given_up_before_pages() -> None:
     harness = Harness(4, 2, unreferenced={3})
     harness.fill(0, 1, 2, 3)
     harness.heat(5, 9, 0, 7)
-    harness.pages.clean(0)
-    harness.pages.clean(1)
+    harness.pages.offload(0)
+    harness.pages.offload(1)
     harness.fill(4)
     assert harness.states(0, 1, 2, 3, 4) == "CLEAN DIRTY HOST DIRTY DIRTY"
     harness.pages.start(5)
     assert harness.states(0, 1, 2, 3, 5) == "HOST DIRTY HOST DIRTY TAIL"
     assert not harness.evicted
-    assert harness.pages.pages_given_up == 1
+    assert harness.pages.host_copies_dropped == 1
     harness.pages.make_room(1)
     assert harness.evicted == [3]
     with pytest.raises(OutOfPagesError, match="raise host_memory_gib or device_pages"):
@@ -191,10 +191,10 @@ def test_both_tiers_fill_to_the_last_place(
         if data.draw(st.booleans()):
             harness.pages.lease_staging()
         for slot in range(data.draw(st.integers(0, 2))):
-            if not harness.pages.hot_places(slot):
-                harness.pages.lease_hot(slot)
-        harness.pages.clean_ahead(data.draw(st.integers(0, 2)))
-        harness.pages.promote(data.draw(st.integers(0, 2)))
+            if not harness.pages.leased_row_cache(slot):
+                harness.pages.lease_row_cache(slot)
+        harness.pages.offload_ahead(data.draw(st.integers(0, 2)))
+        harness.pages.onload_hottest(data.draw(st.integers(0, 2)))
         harness.fill(page)
         harness.pages.check_integrity()
     assert harness.pages.count(DIRTY) == device_pages
@@ -208,9 +208,9 @@ def test_both_tiers_fill_to_the_last_place(
 
 def test_leases_are_revoked_last() -> None:
     """A lease lost while a page could be dropped; a young lease lost before an old one."""
-    harness = Harness(8, 1, hot_pages=2, staging_pages=1)
-    assert harness.pages.lease_hot(3)
-    assert harness.pages.lease_hot(1)
+    harness = Harness(8, 1, row_cache_pages=2, staging_pages=1)
+    assert harness.pages.lease_row_cache(3)
+    assert harness.pages.lease_row_cache(1)
     assert harness.pages.lease_staging() == 1
     harness.fill(0, 1, 2)
     harness.pages.changed_leases.clear()
@@ -221,28 +221,29 @@ def test_leases_are_revoked_last() -> None:
     assert not harness.pages.staging_places
     assert not harness.pages.changed_leases
     harness.pages.start(5)
-    assert harness.pages.hot_places(3) == ()
-    assert len(harness.pages.hot_places(1)) == 2
+    assert harness.pages.leased_row_cache(3) == ()
+    assert len(harness.pages.leased_row_cache(1)) == 2
     assert harness.pages.changed_leases == {3}
     assert harness.pages.leases_revoked == 1
     harness.pages.make_room(2)
-    assert not harness.pages.hot_places(1)
+    assert not harness.pages.leased_row_cache(1)
     harness.pages.check_integrity()
 
 
 def test_a_lease_that_cannot_be_had_costs_nothing() -> None:
-    """Pages dropped or evicted each step for hot rows that never fit; another slot's lease."""
-    harness = Harness(6, 6, hot_pages=3, unreferenced={1})
-    assert harness.pages.lease_hot(0)
+    """Pages dropped or evicted each step for row-cache rows that never fit; another slot's
+    lease."""
+    harness = Harness(6, 6, row_cache_pages=3, unreferenced={1})
+    assert harness.pages.lease_row_cache(0)
     harness.fill(0, 1)
     harness.pages.pin(0)
-    assert not harness.pages.lease_hot(1)
+    assert not harness.pages.lease_row_cache(1)
     assert harness.states(0, 1) == "DIRTY DIRTY"
     assert not harness.evicted
     harness.pages.unpin(0)
-    assert harness.pages.lease_hot(1)
+    assert harness.pages.lease_row_cache(1)
     assert harness.states(0, 1) == "HOST HOST"
-    assert len(harness.pages.hot_places(0)) == 3
+    assert len(harness.pages.leased_row_cache(0)) == 3
 
 
 def test_staging_costs_no_copy() -> None:
@@ -250,8 +251,8 @@ def test_staging_costs_no_copy() -> None:
     harness = Harness(4, 4, staging_pages=4)
     harness.fill(0, 1, 2)
     harness.heat(1, 2, 3)
-    harness.pages.clean(0)
-    harness.pages.clean(2)
+    harness.pages.offload(0)
+    harness.pages.offload(2)
     assert harness.pages.lease_staging() == 2
     assert harness.states(0, 1, 2) == "HOST DIRTY CLEAN"
     assert harness.pages.lease_staging() == 2
@@ -260,35 +261,36 @@ def test_staging_costs_no_copy() -> None:
 
 
 def test_clean_ahead() -> None:
-    """Copies made with room to spare, of hot pages, of pinned ones, or more than are needed."""
+    """Copies made with room to spare, of row-cache pages, of pinned ones, or more than are
+    needed."""
     harness = Harness(20, 20)
     harness.fill(*range(18))
     harness.heat(*[float(page % 6) for page in range(18)])
-    assert harness.pages.clean_ahead(4) == 0
+    assert harness.pages.offload_ahead(4) == 0
     harness.fill(18, 19)
     harness.heat(*[float(page % 6) for page in range(20)])
     harness.pages.pin(0)
-    assert harness.pages.clean_ahead(1) == 1
+    assert harness.pages.offload_ahead(1) == 1
     assert harness.states(0, 6, 12, 18) == "DIRTY CLEAN DIRTY DIRTY"
-    assert harness.pages.clean_ahead(4) == 1
+    assert harness.pages.offload_ahead(4) == 1
     assert harness.states(0, 6, 12, 18) == "DIRTY CLEAN CLEAN DIRTY"
-    assert harness.pages.clean_ahead(4) == 0
+    assert harness.pages.offload_ahead(4) == 0
     # The reserve has become hot: the coldest page is still copied ahead of its turn.
     harness.heat(*[float(page in (6, 12)) for page in range(20)])
-    assert harness.pages.clean_ahead(4) == 1
+    assert harness.pages.offload_ahead(4) == 1
     assert harness.states(1) == "CLEAN"
     assert harness.pages.pages_dropped == 0
     harness.moves.flush()
-    assert (harness.launches[-1].stores[:, 0] >= 0).sum() == 3
+    assert (harness.launches[-1].offloads[:, 0] >= 0).sum() == 3
 
 
-def test_clean_ahead_without_a_host_place() -> None:
+def test_clean_ahead_without_a_host_page_index() -> None:
     """A store to nowhere when the host is full, or is not there."""
     for host_pages in (0, 1):
         harness = Harness(2, host_pages)
         harness.fill(0, 1)
-        assert harness.pages.clean_ahead(4) == host_pages
-        assert harness.pages.clean_ahead(4) == 0
+        assert harness.pages.offload_ahead(4) == host_pages
+        assert harness.pages.offload_ahead(4) == 0
 
 
 def test_promote() -> None:
@@ -297,18 +299,18 @@ def test_promote() -> None:
     harness.fill(0, 1, 2, 3, 4)
     harness.heat(1, 3, 0, 9, 2)
     harness.pages.make_room(6)
-    assert harness.pages.promote(1) == 1
+    assert harness.pages.onload_hottest(1) == 1
     assert harness.states(0, 1, 2, 3, 4) == "HOST CLEAN HOST HOST HOST"
     harness.unreferenced = {3, 4}
-    assert harness.pages.promote(4) == 1
+    assert harness.pages.onload_hottest(4) == 1
     assert harness.states(0, 1, 2, 3, 4) == "CLEAN CLEAN HOST HOST HOST"
-    assert harness.pages.promote(4) == 0
+    assert harness.pages.onload_hottest(4) == 0
     harness.unreferenced = set()
     harness.heat(1, 3, 0, 9, 2)
-    assert harness.pages.promote(4) == 2
+    assert harness.pages.onload_hottest(4) == 2
     assert harness.states(0, 1, 2, 3, 4) == "CLEAN CLEAN HOST CLEAN CLEAN"
     harness.heat(1, 3, 1, 9, 2)
-    assert harness.pages.promote(4) == 0
+    assert harness.pages.onload_hottest(4) == 0
     assert harness.pages.num_free_device == 2
 
 
@@ -320,9 +322,9 @@ def test_a_dropped_source_is_copied_from_the_host() -> None:
     assert harness.states(0, 1) == "HOST TAIL"
     harness.moves.flush()
     (launch,) = harness.launches
-    host_place = harness.pages.host_place(0)
-    assert launch.stores[0].tolist() == [0, host_place]
-    assert launch.loads[0].tolist() == [host_place, 0]
+    host_page_index = harness.pages.host_page_index(0)
+    assert launch.offloads[0].tolist() == [0, host_page_index]
+    assert launch.onloads[0].tolist() == [host_page_index, 0]
     assert launch.key_copies[0].tolist() == [0, 1]
     assert harness.pages.pages_copied == 1
 
@@ -331,7 +333,7 @@ def test_a_source_that_nobody_holds_may_be_lost() -> None:
     """A copy of whatever came to lie where the source was."""
     harness = Harness(2, 0, unreferenced={0})
     harness.fill(0)
-    assert harness.pages.lease_hot(0)
+    assert harness.pages.lease_row_cache(0)
     with pytest.raises(ValueError, match="cannot copy page 0: it is FREE"):
         harness.pages.copy_of(0, 1)
     assert harness.pages.num_free_device == 1
@@ -397,9 +399,9 @@ def test_work_of_a_step_does_not_grow_with_the_store(
             harness.unreferenced = {page % harness.num_pages}
             assert harness.evict()
             free.append(harness.evicted[-1])
-        harness.pages.clean_ahead(1)
+        harness.pages.offload_ahead(1)
         harness.fill(free.pop())
-        harness.pages.promote(1)
+        harness.pages.onload_hottest(1)
     assert work.pages <= 8 * steps
     assert harness.pages.count(DIRTY) + harness.pages.count(CLEAN) == device_pages
 
@@ -411,7 +413,7 @@ def test_many_pages_equally_cold() -> None:
     harness = Harness(count, count, unreferenced={700, 900})
     harness.fill(*range(count))
     harness.heat()
-    assert harness.pages._victims.coldest.first() == 700
-    assert len(harness.pages._victims.coldest._heap or ()) <= 128
+    assert harness.pages._queues.coldest.first() == 700
+    assert len(harness.pages._queues.coldest._heap or ()) <= 128
     turns = dropped_in_turn(harness, [*range(300), 700, 900])
     assert turns == [700, 900, *range(300)]

@@ -19,7 +19,7 @@ def residency(
         device_pages=device_pages,
         host_pages=host_pages,
         max_sequences=2,
-        hot_pages=2,
+        row_cache_pages=2,
         staging_pages=1,
         moves=PageMoves(launch, 16),
         referenced=lambda: np.ones(device_pages + host_pages, bool),
@@ -33,10 +33,10 @@ OPERATIONS: dict[str, Callable[[Residency, int], object]] = {
     "copy_of": lambda pages, page: pages.copy_of(0, page),
     "copied": lambda pages, page: pages.copy_of(page, 9),
     "seal": lambda pages, page: pages.seal(page),
-    "clean": lambda pages, page: pages.clean(page),
+    "clean": lambda pages, page: pages.offload(page),
     "drop": lambda pages, page: pages.drop(page),
-    "give_up_host": lambda pages, page: pages.give_up_host(page),
-    "restore": lambda pages, page: pages.restore(page),
+    "drop_host_copy": lambda pages, page: pages.drop_host_copy(page),
+    "restore": lambda pages, page: pages.onload(page),
     "import_device": lambda pages, page: pages.begin_import(page, to_device=True),
     "import_host": lambda pages, page: pages.begin_import(page, to_device=False),
     "end_import": lambda pages, page: pages.end_import(page),
@@ -62,7 +62,7 @@ EXPECTED = {
     },
     "TAIL": {"seal": DIRTY, "copied": TAIL, "forget": FREE},
     "DIRTY": {"clean": CLEAN, "copied": DIRTY, "forget": FREE},
-    "CLEAN": {"drop": HOST, "give_up_host": DIRTY, "copied": CLEAN, "forget": FREE},
+    "CLEAN": {"drop": HOST, "drop_host_copy": DIRTY, "copied": CLEAN, "forget": FREE},
     "HOST": {"restore": CLEAN, "copied": HOST, "forget": FREE},
     "IMPORTING on the device": {"end_import": DIRTY, "forget": FREE},
     "IMPORTING on the host": {"end_import": HOST, "forget": FREE},
@@ -79,7 +79,9 @@ def test_transitions(state: str, operation: str) -> None:
         OPERATIONS[step](pages, page)
 
     def account() -> list[object]:
-        places = [(pages.device_place(page), pages.host_place(page)) for page in range(10)]
+        places = [
+            (pages.device_page_index(page), pages.host_page_index(page)) for page in range(10)
+        ]
         counts = [pages.count(state) for state in PageState]
         return [places, counts, pages.num_free_device, pages.num_free_host, pages.state(page)]
 
@@ -101,7 +103,7 @@ def test_a_pinned_page_stays() -> None:
     pages.pin(0)
     pages.pin(0)
     pages.seal(0)
-    pages.clean(0)
+    pages.offload(0)
     for _ in range(2):
         with pytest.raises(ValueError, match="cannot drop page 0: it is pinned"):
             pages.drop(0)
@@ -133,13 +135,13 @@ def test_the_device_is_told_each_place(state: str) -> None:
     def launch(moves: MoveList) -> None:
         maps.update({page: (device, host) for page, device, host in moves.maps.tolist()})
 
-    for last in ["restore", "give_up_host", "forget"]:
+    for last in ["restore", "drop_host_copy", "forget"]:
         pages = residency(2, 1, launch)
         for step in [*HISTORIES[state], last]:
             if step in EXPECTED[state] or step in HISTORIES[state]:
                 OPERATIONS[step](pages, 2)
             pages._moves.flush()
-            assert maps[2] == (pages.device_place(2), pages.host_place(2))
+            assert maps[2] == (pages.device_page_index(2), pages.host_page_index(2))
 
 
 def test_numbers_of_a_page_differ() -> None:
@@ -148,8 +150,10 @@ def test_numbers_of_a_page_differ() -> None:
     for page in range(10):
         pages.start(page)
         pages.seal(page)
-        pages.clean(page)
-    numbers = [(page, pages.device_place(page), pages.host_place(page)) for page in range(10)]
+        pages.offload(page)
+    numbers = [
+        (page, pages.device_page_index(page), pages.host_page_index(page)) for page in range(10)
+    ]
     assert sum(len(set(number)) < 3 for number in numbers) <= 2
 
 
@@ -158,11 +162,11 @@ def test_slots_of_leases() -> None:
     pages = residency(6, 0)
     for slot in (-1, 2):
         with pytest.raises(ValueError, match=f"slot {slot} is not in 0 to 1"):
-            pages.lease_hot(slot)
-    assert pages.lease_hot(1)
-    with pytest.raises(ValueError, match="slot 1 has a hot lease"):
-        pages.lease_hot(1)
-    pages.release_hot(0)
+            pages.lease_row_cache(slot)
+    assert pages.lease_row_cache(1)
+    with pytest.raises(ValueError, match="slot 1 has a row-cache lease"):
+        pages.lease_row_cache(1)
+    pages.release_row_cache(0)
     assert pages.changed_leases == {1}
     pages.check_integrity()
 
@@ -171,11 +175,11 @@ def test_slots_of_leases() -> None:
     "corrupt",
     [
         lambda pages: pages._free_device.pop(),
-        lambda pages: pages._free_device.append(pages.device_place(0)),
+        lambda pages: pages._free_device.append(pages.device_page_index(0)),
         lambda pages: pages._free_host.pop(),
-        lambda pages: pages._free_host.append(pages.host_place(1)),
-        lambda pages: pages._leases.staging.append(pages.device_place(0)),
-        lambda pages: pages._leases.hot.update({1: pages.hot_places(0)}),
+        lambda pages: pages._free_host.append(pages.host_page_index(1)),
+        lambda pages: pages._leases.staging.append(pages.device_page_index(0)),
+        lambda pages: pages._leases.hot.update({1: pages.leased_row_cache(0)}),
         lambda pages: pages._leases.hot.update({1: ()}),
         lambda pages: pages._leases.staging.append(pages._free_device.pop()),
         lambda pages: pages._codes.__setitem__(0, CLEAN),
@@ -193,8 +197,8 @@ def test_integrity_check_finds_corruption(corrupt: Callable[[Residency], object]
     for page in range(2):
         pages.start(page)
     pages.seal(1)
-    pages.clean(1)
-    assert pages.lease_hot(0)
+    pages.offload(1)
+    assert pages.lease_row_cache(0)
     assert pages.lease_staging() == 1
     pages.check_integrity()
     corrupt(pages)

@@ -27,15 +27,20 @@ class ResidencyMachine(RuleBasedStateMachine):
     @initialize(
         device_pages=st.integers(3, 6),
         host_pages=st.integers(0, 6),
-        hot_pages=st.integers(1, 3),
+        row_cache_pages=st.integers(1, 3),
         staging_pages=st.integers(0, 2),
         size=st.integers(1, 4),
     )
     def create(
-        self, device_pages: int, host_pages: int, hot_pages: int, staging_pages: int, size: int
+        self,
+        device_pages: int,
+        host_pages: int,
+        row_cache_pages: int,
+        staging_pages: int,
+        size: int,
     ) -> None:
         self.device_pages, self.host_pages = device_pages, host_pages
-        self.hot_pages, self.staging_pages = hot_pages, staging_pages
+        self.row_cache_pages, self.staging_pages = row_cache_pages, staging_pages
         self.num_pages = device_pages + host_pages
         self.pool = PagePool(self.num_pages, lambda page: self.residency.forget(page))
         self.moves = PageMoves(self.launch, size)
@@ -43,7 +48,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             device_pages=device_pages,
             host_pages=host_pages,
             max_sequences=len(SLOTS),
-            hot_pages=hot_pages,
+            row_cache_pages=row_cache_pages,
             staging_pages=staging_pages,
             moves=self.moves,
             referenced=lambda: self.pool.referenced,
@@ -61,7 +66,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def launch(self, moves: MoveList) -> None:
         tiers = [(self.device, self.host), (self.host, self.device), (self.device, self.device)]
-        lists = [moves.stores, moves.loads, moves.copies, moves.key_copies]
+        lists = [moves.offloads, moves.onloads, moves.copies, moves.key_copies]
         for pairs, (sources, targets) in zip(lists, [*tiers, (self.keys, self.keys)], strict=True):
             for source, target in pairs.tolist():
                 if source >= 0:
@@ -101,7 +106,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         return count <= min(self.device_pages - len(stuck), self.num_pages - held) - leased
 
     def place(self, page: int) -> int:
-        return self.residency.device_place(page)
+        return self.residency.device_page_index(page)
 
     def try_out(self, possible: bool, action: Callable[[], None]) -> bool:
         """Does something that must raise OutOfPagesError exactly if it is not possible."""
@@ -117,26 +122,31 @@ class ResidencyMachine(RuleBasedStateMachine):
     def write(self, page: int) -> None:
         """What a step or an import does: goes by the maps, to whatever tier they name."""
         self.written += 1
-        device_place, host_place = self.maps[page]
-        tier, place = (self.device, device_place) if device_place >= 0 else (self.host, host_place)
+        device_page_index, host_page_index = self.maps[page]
+        tier, place = (
+            (self.device, device_page_index)
+            if device_page_index >= 0
+            else (self.host, host_page_index)
+        )
         tier[place] = self.keys[page] = self.contents[page] = self.written
 
     @rule()
     def step(self) -> None:
         self.moves.flush()
         places = [
-            (self.place(page), self.residency.host_place(page)) for page in range(self.num_pages)
+            (self.place(page), self.residency.host_page_index(page))
+            for page in range(self.num_pages)
         ]
         assert self.maps == dict(enumerate(places))
         for page, content in self.contents.items():
             assert self.keys[page] == content
-            device_place, host_place = places[page]
-            assert device_place < 0 or self.device[device_place] == content
-            assert host_place < 0 or self.host[host_place] == content
+            device_page_index, host_page_index = places[page]
+            assert device_page_index < 0 or self.device[device_page_index] == content
+            assert host_page_index < 0 or self.host[host_page_index] == content
         for slot in self.residency.changed_leases:
-            self.leases[slot] = self.residency.hot_places(slot)
+            self.leases[slot] = self.residency.leased_row_cache(slot)
         self.residency.changed_leases.clear()
-        assert self.leases == {slot: self.residency.hot_places(slot) for slot in SLOTS}
+        assert self.leases == {slot: self.residency.leased_row_cache(slot) for slot in SLOTS}
         device_places, host_places = map(set, zip(*places, strict=True))
         self.device |= dict.fromkeys(set(self.device) - device_places, -1)
         self.host |= dict.fromkeys(set(self.host) - host_places, -1)
@@ -196,10 +206,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         sealed = self.pages(DIRTY, CLEAN, HOST)
         choices: list[tuple[Callable[[int], None], list[int]]] = [
             (self.residency.seal, [page for page in self.pages(TAIL) if page in self.contents]),
-            (self.clean, self.pages(DIRTY)),
+            (self.offload, self.pages(DIRTY)),
             (self.residency.drop, [page for page in self.pages(CLEAN) if page not in self.pins]),
-            (self.residency.give_up_host, self.pages(CLEAN)),
-            (self.restore, [page for page in self.pages(HOST) if page in used]),
+            (self.residency.drop_host_copy, self.pages(CLEAN)),
+            (self.onload, [page for page in self.pages(HOST) if page in used]),
             (self.end_import, self.pages(IMPORTING)),
             (self.pool.cache, [page for page in sealed if not self.pool.is_cached(page)]),
             (self.release, [page for page in used if page not in self.pins]),
@@ -210,15 +220,15 @@ class ResidencyMachine(RuleBasedStateMachine):
         action, pages = data.draw(st.sampled_from([choice for choice in choices if choice[1]]))
         action(data.draw(st.sampled_from(pages)))
 
-    def clean(self, page: int) -> None:
+    def offload(self, page: int) -> None:
         if self.residency.num_free_host:
-            self.residency.clean(page)
+            self.residency.offload(page)
         else:
             with pytest.raises(OutOfPagesError, match=f"page {page} needs a host place"):
-                self.residency.clean(page)
+                self.residency.offload(page)
 
-    def restore(self, page: int) -> None:
-        self.try_out(self.can_free(1), lambda: self.residency.restore(page))
+    def onload(self, page: int) -> None:
+        self.try_out(self.can_free(1), lambda: self.residency.onload(page))
 
     def end_import(self, page: int) -> None:
         self.residency.end_import(page)
@@ -240,38 +250,38 @@ class ResidencyMachine(RuleBasedStateMachine):
             del self.pins[page]
 
     @rule(slot=st.sampled_from(SLOTS))
-    def lease_hot(self, slot: int) -> None:
-        if self.residency.hot_places(slot):
-            with pytest.raises(ValueError, match=f"slot {slot} has a hot lease"):
-                self.residency.lease_hot(slot)
+    def lease_row_cache(self, slot: int) -> None:
+        if self.residency.leased_row_cache(slot):
+            with pytest.raises(ValueError, match=f"slot {slot} has a row-cache lease"):
+                self.residency.lease_row_cache(slot)
             return
-        before = {slot: self.residency.hot_places(slot) for slot in SLOTS}
+        before = {slot: self.residency.leased_row_cache(slot) for slot in SLOTS}
         staging, dropped = self.residency.staging_places, self.residency.pages_dropped
         leased = len(staging) + sum(map(len, before.values()))
-        possible = self.can_free(self.hot_pages, leased)
-        assert self.residency.lease_hot(slot) == possible
+        possible = self.can_free(self.row_cache_pages, leased)
+        assert self.residency.lease_row_cache(slot) == possible
         if possible:
-            before[slot] = self.residency.hot_places(slot)
-            assert len(before[slot]) == self.hot_pages
+            before[slot] = self.residency.leased_row_cache(slot)
+            assert len(before[slot]) == self.row_cache_pages
         else:
             assert self.residency.pages_dropped == dropped
-        assert before == {slot: self.residency.hot_places(slot) for slot in SLOTS}
+        assert before == {slot: self.residency.leased_row_cache(slot) for slot in SLOTS}
         assert self.residency.staging_places == staging
 
     @rule(slot=st.sampled_from(SLOTS))
-    def release_hot(self, slot: int) -> None:
-        self.residency.release_hot(slot)
-        assert self.residency.hot_places(slot) == ()
+    def release_row_cache(self, slot: int) -> None:
+        self.residency.release_row_cache(slot)
+        assert self.residency.leased_row_cache(slot) == ()
 
     @rule()
     def lease_staging(self) -> None:
         held = self.num_pages - self.residency.count(FREE)
-        cleaned, free = self.residency.pages_cleaned, self.residency.num_free_device
+        cleaned, free = self.residency.pages_offloaded, self.residency.num_free_device
         before = self.residency.staging_places
         got = self.residency.lease_staging()
         assert got == len(self.residency.staging_places)
         assert min(self.staging_pages, len(before) + free) <= got <= self.staging_pages
-        assert self.residency.pages_cleaned == cleaned
+        assert self.residency.pages_offloaded == cleaned
         assert self.num_pages - self.residency.count(FREE) == held
 
     @rule()
@@ -291,16 +301,16 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.residency.num_free_device >= count
 
     @rule(limit=st.integers(0, 2))
-    def clean_ahead(self, limit: int) -> None:
-        before = self.residency.pages_cleaned
-        cleaned = self.residency.clean_ahead(limit)
-        assert cleaned == self.residency.pages_cleaned - before <= limit
+    def offload_ahead(self, limit: int) -> None:
+        before = self.residency.pages_offloaded
+        cleaned = self.residency.offload_ahead(limit)
+        assert cleaned == self.residency.pages_offloaded - before <= limit
 
     @rule(limit=st.integers(0, 2))
-    def promote(self, limit: int) -> None:
-        before = self.residency.pages_restored
-        restored = self.residency.promote(limit)
-        assert restored == self.residency.pages_restored - before <= limit
+    def onload_hottest(self, limit: int) -> None:
+        before = self.residency.pages_onloaded
+        restored = self.residency.onload_hottest(limit)
+        assert restored == self.residency.pages_onloaded - before <= limit
 
     @invariant()
     def agrees(self) -> None:
@@ -308,7 +318,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.check_integrity()
         assert all(self.place(page) >= 0 for page in self.pages(TAIL))
         assert self.residency.room <= self.device_pages
-        assert self.residency.pages_cleaned == self.moves.pages_stored
+        assert self.residency.pages_offloaded == self.moves.pages_queued_to_offload
 
 
 class TestResidency(ResidencyMachine.TestCase):

@@ -27,7 +27,7 @@ cases = pytest.mark.parametrize("name", ["odd_narrow", "odd_bfloat16", "odd_fp8"
 @pytest.fixture(autouse=True)
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few transfers go round the ring."""
-    monkeypatch.setattr(ring_copy, "MOST_SLOTS", 3)
+    monkeypatch.setattr(ring_copy, "MAX_SLOTS", 3)
 
 
 def buffers(spec: FetchSpec, rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import ring_copy
 from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.common.slab_spec import SlabSpec, random_bytes
-from pallas_kernels.move_pages import copy_pages, mosaic_gpu, reference, store_pages
+from pallas_kernels.move_pages import copy_pages, mosaic_gpu, offload_pages, reference
 from pallas_kernels.move_pages.specs import COPY_SPECS, SPECS, random_moves
 from tests.helpers.bits import assert_same_bits
 
@@ -24,7 +24,7 @@ COPIES = {"odd_narrow": SPECS["odd_narrow"]} | COPY_SPECS
 @pytest.fixture(autouse=True)
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few transfers go round the ring."""
-    monkeypatch.setattr(ring_copy, "MOST_SLOTS", 3)
+    monkeypatch.setattr(ring_copy, "MAX_SLOTS", 3)
 
 
 @pytest.mark.parametrize("name", ["odd_narrow", "odd_bfloat16", "odd_fp8"])
@@ -35,14 +35,14 @@ def test_store_and_load_pages(name: str, capsys: pytest.CaptureFixture[str]) -> 
     on_device, in_host = spec.slabs.device_pages, spec.slabs.host_pages
     store, load = (
         jax.jit(functools.partial(kernel, num_blocks=2, interpret=INTERPRET))
-        for kernel in (mosaic_gpu.store_pages, mosaic_gpu.load_pages)
+        for kernel in (mosaic_gpu.offload_pages, mosaic_gpu.onload_pages)
     )
     for count in (0, 3):
         moves = random_moves(spec, rng, on_device, in_host, count)
-        found, expected = store(slab, host, moves), reference.store_pages(slab, host, moves)
+        found, expected = store(slab, host, moves), reference.offload_pages(slab, host, moves)
         assert_same_bits(found, expected)
         moves = random_moves(spec, rng, in_host, on_device, count)
-        found, expected = load(slab, host, moves), reference.load_pages(slab, host, moves)
+        found, expected = load(slab, host, moves), reference.onload_pages(slab, host, moves)
         assert_same_bits(found, expected)
     assert RACE not in capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_unsupported() -> None:
     rng, moves = np.random.default_rng(0), jnp.array([[1, 2], [-1, -1]])
     slab, host = random_bytes(rng, slabs.slab), random_bytes(rng, slabs.host)
     with pytest.raises(ValueError, match="rows of 6 bytes"):
-        store_pages(slab, host, moves, implementation="interpreter")
+        offload_pages(slab, host, moves, implementation="interpreter")
     with pytest.raises(ValueError, match="a layer's pages of 24 bytes"):
         copy_pages(slab, moves, implementation="interpreter")
     assert_same_bits(copy_pages(slab, moves), reference.copy_pages(slab, moves))

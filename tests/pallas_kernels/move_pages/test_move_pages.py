@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.common.row_format import RowKind
-from pallas_kernels.move_pages import copy_pages, load_pages, store_pages
+from pallas_kernels.move_pages import copy_pages, offload_pages, onload_pages
 from tests.helpers.two_memories import DEVICE_PAGES, HOST_PAGES, Bytes, TwoMemories
 
 pytestmark = pytest.mark.compiles
@@ -42,27 +42,27 @@ def check_moves(
 
 
 @stores
-def test_store_pages(num_devices: int, kind: RowKind) -> None:
+def test_offload_pages(num_devices: int, kind: RowKind) -> None:
     """A page stored from or to another place, with its layers mixed up, or by padding."""
 
     def move(device: Bytes, source: int, target: int) -> None:
         device.host[target] = device.slab[:, source].swapaxes(0, 1)
 
     def op(slab, host, moves) -> tuple:
-        return slab, store_pages(slab, host, moves)
+        return slab, offload_pages(slab, host, moves)
 
     check_moves(num_devices, kind, op, move, DEVICE_PAGES, HOST_PAGES)
 
 
 @stores
-def test_load_pages(num_devices: int, kind: RowKind) -> None:
+def test_onload_pages(num_devices: int, kind: RowKind) -> None:
     """A page loaded from or to another place, with its layers mixed up, or by padding."""
 
     def move(device: Bytes, source: int, target: int) -> None:
         device.slab[:, target] = device.host[source].swapaxes(0, 1)
 
     def op(slab, host, moves) -> tuple:
-        return load_pages(slab, host, moves), host
+        return onload_pages(slab, host, moves), host
 
     check_moves(num_devices, kind, op, move, HOST_PAGES, DEVICE_PAGES)
 

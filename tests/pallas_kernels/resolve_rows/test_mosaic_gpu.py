@@ -17,7 +17,7 @@ RACE = "RACE DETECTED"
 
 def assert_same(found: Resolution, expected: Resolution) -> None:
     for name, some, other in zip(Resolution._fields, found, expected, strict=True):
-        if name == "hot_mean":
+        if name == "row_cache_mean":
             # A NaN's bits say nothing.
             some, other = (jnp.where(jnp.isnan(x), jnp.nan, x) for x in (some, other))
         assert_same_bits(*map(jnp.atleast_1d, (some, other)))
@@ -52,10 +52,11 @@ def test_resolution(
 
 
 def test_unsupported() -> None:
-    """Hot rows that no warpgroup can share out, given to the kernel or refused without reason."""
+    """Row-cache rows that no warpgroup can share out, given to the kernel or refused without
+    reason."""
     spec = ResolveSpec(2, 2, 8, 24, 60, 1, 4, 100)
     given = arguments(spec, np.random.default_rng(0), 0.5)
-    with pytest.raises(ValueError, match="hot_rows=24 is no multiple of 256"):
+    with pytest.raises(ValueError, match="row_cache_rows=24 is no multiple of 256"):
         functools.partial(resolve_rows, **spec.static, implementation="interpreter")(*given)
     # Left to itself it takes the reference.
     found = jax.jit(functools.partial(resolve_rows, **spec.static))(*given)

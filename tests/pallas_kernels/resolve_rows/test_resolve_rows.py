@@ -27,7 +27,7 @@ compiled = functools.partial(
 
 
 class Shape(NamedTuple):
-    """Rows of a sequence, selected positions of each, and hot rows."""
+    """Rows of a sequence, selected positions of each, and row-cache rows."""
 
     rows: int
     k: int
@@ -59,7 +59,7 @@ class Driver:
         # Hot pages in no order, with pages of others between them.
         pages = self.rng.permutation(2 * SLOTS * num_pages)[: SLOTS * num_pages]
         self.leases = pages.reshape(SLOTS, num_pages).astype(np.int32)
-        self.hot_page = np.full_like(self.leases, -1)
+        self.row_cache_page = np.full_like(self.leases, -1)
         # What an unused map holds is no secret, nor does it matter.
         empty = np.full((SLOTS, GROUPS, shape.hot), -1, np.int32)
         junk = self.rng.integers(-(2**15), 2**15, (SLOTS, CONTEXT // NUM_DEVICES))
@@ -76,8 +76,8 @@ class Driver:
         )[:, :CONTEXT]
 
     def lease(self, slot: int, leased: bool) -> None:
-        """Gives a slot empty hot rows, or none."""
-        self.hot_page[slot] = self.leases[slot] if leased else -1
+        """Gives a slot empty row-cache rows, or none."""
+        self.row_cache_page[slot] = self.leases[slot] if leased else -1
         self.state[0][slot], self.state[1][slot] = -1, np.nan
         for group in range(GROUPS):
             self.models[slot, group] = HotRows.empty(self.shape.hot)
@@ -117,7 +117,7 @@ class Driver:
         found = jax.device_get(
             compiled(
                 *self.state,
-                self.hot_page,
+                self.row_cache_page,
                 step.slots,
                 jnp.int32(step.group),
                 step.rows,
@@ -129,7 +129,7 @@ class Driver:
         row_ids, staged = step.located.copy(), []
         counts = {"staged": [0] * SEQUENCES, "hits": [0] * SEQUENCES, "misses": [0] * SEQUENCES}
         for index, slot in enumerate(step.slots.tolist()):
-            if slot < 0 or self.hot_page[slot, 0] < 0:
+            if slot < 0 or self.row_cache_page[slot, 0] < 0:
                 continue
             model = self.models[slot, step.group]
             on_host = step.located[index] >= FIRST_HOST_ROW
@@ -159,15 +159,19 @@ class Driver:
         return page * ROWS_PER_PAGE + row % ROWS_PER_PAGE
 
     def check_state(self, before: list[np.ndarray], step: Step) -> None:
-        rows, means, hot_slot = self.state
+        rows, means, row_cache_entry = self.state
         for (slot, group), model in self.models.items():
             assert rows[slot, group].tolist() == model.rows
             np.testing.assert_array_equal(means[slot, group], np.array(model.means, np.float32))
         for slot in step.slots[step.slots >= 0].tolist():
             for hot, held in enumerate(self.models[slot, step.group].rows):
-                assert self.hot_page[slot, 0] < 0 or held < 0 or hot_slot[slot, held] == hot
+                assert (
+                    self.row_cache_page[slot, 0] < 0
+                    or held < 0
+                    or row_cache_entry[slot, held] == hot
+                )
         others = [slot for slot in range(SLOTS) if slot not in step.slots]
-        np.testing.assert_array_equal(hot_slot[others], before[2][others])
+        np.testing.assert_array_equal(row_cache_entry[others], before[2][others])
 
 
 fractions = st.sampled_from([0.0, 0.3, 0.8, 1.0])
@@ -223,7 +227,7 @@ def one_lease() -> Driver:
     return driver
 
 
-def test_hot_rows_that_overflow() -> None:
+def test_row_cache_rows_that_overflow() -> None:
     """A row that evicts one of its own step, or one that the step finds hot."""
     driver = one_lease()
     odd = np.arange(1, CONTEXT, 2).reshape(5, 6).tolist()
@@ -234,7 +238,7 @@ def test_hot_rows_that_overflow() -> None:
 
 
 def test_resident_rows_evict_nothing() -> None:
-    """Hot rows that give way to rows on the device."""
+    """Row-cache rows that give way to rows on the device."""
     driver = one_lease()
     odd = list(range(1, CONTEXT, 2))
     driver.run(one_sequence([odd[:6]] * 6))

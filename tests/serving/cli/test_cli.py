@@ -44,7 +44,7 @@ def test_generate(capsys: pytest.CaptureFixture) -> None:
         (["generate", "x", "--max-model-len", "200000"], "max_model_len"),
         (["generate", "x", "--kv-policy", "resident", "--host-memory-gib", "0.5"], "0.5 has no"),
         (["generate", "x", "--memory-fraction", "2", "--no-enable-prefix-caching"], "fraction"),
-        (["generate", "x", "--hot-rows", "40000"], "hot_rows"),
+        (["generate", "x", "--row-cache-rows", "40000"], "row_cache_rows"),
         (["generate", "x", "--tensor-parallel-size", "64"], "size is 64, but only"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The engine's loop: results that come late, parking, errors, and ends in every state."""
+"""The engine's loop: results that come late, preemption, errors, and ends in every state."""
 
 import dataclasses
 from collections.abc import Callable
@@ -76,19 +76,19 @@ def expected(engine: Engine) -> list[list[Any]]:
     return [shown(finish(engine, one)[0]) for one in crowd(engine)]
 
 
-def test_parked_and_resumed(engine: Engine, expected: list[list[Any]]) -> None:
+def test_preempted_and_resumed(engine: Engine, expected: list[list[Any]]) -> None:
     """A sequence that goes on with another history, draw or log-probability than if it had never
     lost its slot; a token lost or doubled."""
-    before = engine.scheduler.counters.parked
+    before = engine.scheduler.counters.preempted
     outputs = finish(engine, *crowd(engine))
-    assert engine.scheduler.counters.parked > before
+    assert engine.scheduler.counters.preempted > before
     assert [shown(output) for output in outputs] == expected
     assert len({tuple(ids(output)) for output in outputs}) == 3
 
 
 def test_swapped_out_and_in(folder: Path, expected: list[list[Any]]) -> None:
     """The same where whole sequences leave the device and come back, and none runs otherwise."""
-    swapping = Engine(toy_options(folder, kv_policy="swap", hot_rows=None))
+    swapping = Engine(toy_options(folder, kv_policy="swap", row_cache_rows=None))
     requests = crowd(swapping)
     for one in requests:
         swapping.add(one)
@@ -96,11 +96,13 @@ def test_swapped_out_and_in(folder: Path, expected: list[list[Any]]) -> None:
     while swapping.has_work:
         swapping.step()
         for slot in swapping.scheduler.running:
-            assert all(cache.residency.device_place(page) >= 0 for page in cache.pages_of(slot))
+            assert all(
+                cache.residency.device_page_index(page) >= 0 for page in cache.pages_of(slot)
+            )
     assert_idle(swapping)
-    assert swapping.scheduler.counters.parked > 0
+    assert swapping.scheduler.counters.preempted > 0
     assert [shown(one.output()) for one in requests] == expected
-    wider = dataclasses.replace(swapping.reader, max_model_len=500)
+    wider = dataclasses.replace(swapping.input_processor, max_model_len=500)
     with pytest.raises(ValueError, match=r"8 pages .* has 6 .*raise device_pages$"):
         wider.read("x", {"prompt_token_ids": [1] * 450}, SamplingParams())
 
@@ -180,7 +182,8 @@ def test_prompt_logprobs_come_late(engine: Engine) -> None:
 
 
 def test_priority(engine: Engine) -> None:
-    """A request that comes last and is more urgent starts first, and is not parked for others."""
+    """A request that comes last and is more urgent starts first, and is not preempted for
+    others."""
     order = []
     requests = [
         request(engine, f"{number}", tokens(40 + number, 60), priority=number % 2, max_tokens=4)
@@ -338,7 +341,7 @@ def test_interruption_in_a_step(
 
 def test_aborted_in_every_state(engine: Engine) -> None:
     """Pages or a slot kept, others disturbed, or a result that comes for one that has gone: while
-    it waits, its prompt is computed, it decodes, and it is parked."""
+    it waits, its prompt is computed, it decodes, and it is preempted."""
     kept = request(engine, "kept", tokens(90, 90), max_tokens=120)
     (alone,) = finish(engine, request(engine, "", tokens(90, 90), max_tokens=120))
     states = set()
@@ -359,7 +362,7 @@ def test_aborted_in_every_state(engine: Engine) -> None:
             engine.runner.cache.check_integrity()
             assert one.output().outputs[0].finish_reason == "abort"
         assert ids(finish(engine, kept)[0]) == ids(alone)
-    assert states >= {"WAITING", "PREFILLING", "DECODING", "PARKED"}
+    assert states >= {"WAITING", "PREFILLING", "DECODING", "PREEMPTED"}
 
 
 def test_abort_twice_and_too_late(engine: Engine) -> None:

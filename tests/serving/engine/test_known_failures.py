@@ -23,7 +23,7 @@ from kvcache.prefix_transfer import PrefixImport, export_prefix
 from kvcache.tiers.page_states import PageState
 from serving.engine.buckets import Buckets
 from serving.engine.model_runner import Launched, ModelRunner
-from serving.options.store_options import most_step_rows
+from serving.options.store_options import max_step_rows
 from serving.scheduler import PrefillChunk
 from tests.helpers.golden import golden_config
 from tests.helpers.toy_model import write_grouped_model
@@ -64,9 +64,9 @@ def resident(model: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def shared_engine(model: Path) -> LLM:
-    """14 pages, 6 of them on the devices, where a sequence has up to 8; and fewer hot rows than a
-    token selects."""
-    llm = engine(model, device_pages=6, host_memory_gib=HOST_GIB, hot_rows=4)
+    """14 pages, 6 of them on the devices, where a sequence has up to 8; and fewer row-cache rows
+    than a token selects."""
+    llm = engine(model, device_pages=6, host_memory_gib=HOST_GIB, row_cache_rows=4)
     assert llm._engine.runner.geometry.num_pages == 14
     return llm
 
@@ -125,7 +125,7 @@ def push_out(llm: LLM) -> int:
     """Takes what is sealed off the device, as far as the host has room; returns the pages."""
     residency = llm._engine.runner.cache.residency
     for page in residency.droppable_in(PageState.DIRTY).tolist()[: residency.num_free_host]:
-        residency.clean(page)
+        residency.offload(page)
     dropped = residency.droppable_in(PageState.CLEAN).tolist()
     for page in dropped:
         residency.drop(page)
@@ -154,7 +154,7 @@ def test_each_layer_keeps_its_own_rows(resident: LLM, spilling: LLM) -> None:
     residency = spilling._engine.runner.cache.residency
     gone = residency.pages_in(PageState.HOST).tolist()
     assert len(gone) == 8
-    assert sum(page != residency.host_place(page) for page in gone) > 4
+    assert sum(page != residency.host_page_index(page) for page in gone) > 4
     rows, keys = exported(spilling, prompt)
     expected_rows, expected_keys = exported(resident, prompt)
     np.testing.assert_array_equal(rows, expected_rows)
@@ -223,13 +223,13 @@ def test_a_pool_of_just_one_sequence(device_pages: int, host_pages: int) -> None
         rows_per_device=4,
         device_pages=device_pages,
         host_pages=host_pages,
-        hot_rows=1 if host_pages else 0,
+        row_cache_rows=1 if host_pages else 0,
         max_model_len=4 * (device_pages + host_pages),
         max_sequences=1,
     )
-    rows = most_step_rows(geometry, 12)
+    rows = max_step_rows(geometry, 12)
     assert rows == 4 * (device_pages - 3 if host_pages else 3)
-    cache = KVCache(geometry, SimulatedDevice(geometry), most_step_rows=rows)
+    cache = KVCache(geometry, SimulatedDevice(geometry), max_step_rows=rows)
     last = 4 * (geometry.num_pages - 1)
     longest = tokens(40, last + 3)
     # The longest for the first time continues whole pages only, as it takes the one after them.
@@ -271,12 +271,12 @@ def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None
             moved["dropped"] += push_out(spilling)
         else:
             for page in residency.pages_in(PageState.HOST).tolist()[: residency.num_free_device]:
-                residency.restore(page)
+                residency.onload(page)
                 moved["restored"] += 1
         if random.random() < 0.2:
             for slot in range(2):
-                moved["leases"] += bool(residency.hot_places(slot))
-                residency.release_hot(slot)
+                moved["leases"] += bool(residency.leased_row_cache(slot))
+                residency.release_row_cache(slot)
 
     prompts = [tokens(60, 500), tokens(61, 400)]
     expected = answers(resident, prompts, 50)
@@ -298,13 +298,13 @@ def test_each_read_is_counted_once(resident: LLM, spilling: LLM) -> None:
             counters, positions = output.cache_counters, range(len(prompt) + 9)
             assert counters.cached_tokens == 0
             selected = sum(min(llm.config.index_topk, position + 1) for position in positions)
-            away = counters.hot_reads + counters.staged_reads + counters.host_reads
+            away = counters.row_cache_reads + counters.staged_reads + counters.host_reads
             if llm is resident:
                 assert counters.resident_reads == away == 0
             else:
                 assert counters.resident_reads + away == geometry.num_index_layers * selected
                 assert away > 0 or len(prompt) < 900
-            assert counters.cleaned_bytes == counters.cleaned_pages * geometry.page_bytes
+            assert counters.offloaded_bytes == counters.offloaded_pages * geometry.page_bytes
 
 
 def test_sizes(resident: LLM, spilling: LLM) -> None:
@@ -330,7 +330,7 @@ def test_long_answer_on_two_devices(resident: LLM, spilling: LLM) -> None:
     (output,) = spilling.generate(prompts_of([prompt]), greedy(120))
     assert [output.outputs[0].token_ids] == answers(resident, [prompt], 120)
     counters = output.cache_counters
-    assert min(counters.hot_reads, counters.staged_reads, counters.host_reads) > 0
+    assert min(counters.row_cache_reads, counters.staged_reads, counters.host_reads) > 0
 
 
 def test_deleting_an_engine(model: Path) -> None:
@@ -399,13 +399,13 @@ def test_requests_given_up(resident: LLM, spilling: LLM) -> None:
             for _ in itertools.islice(running, steps):
                 push_out(spilling)
         assert_idle(spilling)
-        assert not any(residency.hot_places(slot) for slot in range(2))
+        assert not any(residency.leased_row_cache(slot) for slot in range(2))
     assert answers(spilling, prompts, 8) == answers(resident, prompts, 8)
 
 
 def test_prompts_as_long_as_something_else(resident: LLM, spilling: LLM) -> None:
-    """A length that equals or exceeds the hot rows, a selection, a page, the device's pages or the
-    longest sequence: a hang, a refusal or an off-by-one."""
+    """A length that equals or exceeds the row-cache rows, a selection, a page, the device's pages
+    or the longest sequence: a hang, a refusal or an off-by-one."""
     sizes = (24, 32, PAGE, 6 * PAGE)
     lengths = [1, *(size + more for size in sizes for more in (-1, 0, 1)), LONGEST - 4]
     prompts = [tokens(140 + place, length) for place, length in enumerate(lengths)]
@@ -431,9 +431,12 @@ def test_prompts_on_a_prefix_in_host_memory(resident: LLM, spilling: LLM) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_policy": "resident", "hot_rows": 64}, "hot_rows 64.*'resident'"),
+        ({"kv_policy": "resident", "row_cache_rows": 64}, "row_cache_rows 64.*'resident'"),
         ({"kv_policy": "resident", "host_memory_gib": 1.0}, "host_memory_gib 1.0.*'resident'"),
-        ({"device_pages": 8, "hot_rows": 6 * 64}, "hot_rows 384 takes 6 of 8 pages.*most 320 "),
+        (
+            {"device_pages": 8, "row_cache_rows": 6 * 64},
+            "row_cache_rows 384 takes 6 of 8 pages.*most 320 ",
+        ),
     ],
 )
 def test_options_without_effect(model: Path, options: dict[str, Any], message: str) -> None:

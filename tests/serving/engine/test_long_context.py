@@ -60,7 +60,7 @@ def continue_imported(model: Path, **options: Any) -> tuple[list[int], float | N
 
 def read_elsewhere(counters: CacheCounters) -> float:
     """Share of the reads whose rows were on no page of the device."""
-    away = counters.hot_reads + counters.staged_reads + counters.host_reads
+    away = counters.row_cache_reads + counters.staged_reads + counters.host_reads
     return away / (away + counters.resident_reads)
 
 
@@ -69,10 +69,10 @@ def test_longest_context(toy: Path) -> None:
     """A row id, place or count that overflows, or a row misplaced, far beyond what fits."""
     *expected, _ = continue_imported(toy, kv_policy="resident")
     gc.collect()  # A store's memory is given back when its cycles are found.
-    # Fewer hot rows than a token selects.
-    *found, counters = continue_imported(toy, device_pages=102, hot_rows=8)
+    # Fewer row-cache rows than a token selects.
+    *found, counters = continue_imported(toy, device_pages=102, row_cache_rows=8)
     assert found == expected
-    assert min(counters.hot_reads, counters.staged_reads, counters.host_reads) > 0
+    assert min(counters.row_cache_reads, counters.staged_reads, counters.host_reads) > 0
     assert read_elsewhere(counters) > 0.5
 
 

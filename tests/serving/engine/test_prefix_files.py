@@ -44,7 +44,7 @@ def resident() -> LLM:
 @pytest.fixture(scope="module")
 def spilling() -> LLM:
     """Device pages for less than one of the longer prompts."""
-    return LLM(MODEL, device_pages=4, host_memory_gib=0.01, hot_rows=24, **OPTIONS)
+    return LLM(MODEL, device_pages=4, host_memory_gib=0.01, row_cache_rows=24, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_several_under_way(resident: LLM, tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(len(prompts))]
     for prompt, path in zip(prompts, paths, strict=True):
         resident.export_prefix({"prompt_token_ids": prompt}, path)
-    llm = LLM(MODEL, device_pages=4, host_memory_gib=0.01, hot_rows=24, **OPTIONS)
+    llm = LLM(MODEL, device_pages=4, host_memory_gib=0.01, row_cache_rows=24, **OPTIONS)
     cache = llm._engine.runner.cache
     rows = []
     for path in paths:
@@ -96,8 +96,8 @@ def test_several_under_way(resident: LLM, tmp_path: Path) -> None:
             rows.append([np.concatenate(parts) for parts in zip(*blocks, strict=True)])
     imports = [PrefixImport(cache, prompt) for prompt in prompts]
     for start in range(0, 260, 37):
-        for under_way, (mla, keys) in zip(imports, rows, strict=True):
-            under_way.write(mla[start : start + 37], keys[start : start + 37])
+        for in_flight, (mla, keys) in zip(imports, rows, strict=True):
+            in_flight.write(mla[start : start + 37], keys[start : start + 37])
             cache.check_integrity()
     for number in (2, 0, 1):
         imports[number].finish()

@@ -1,4 +1,4 @@
-"""Greedy answers are the same bits however requests are batched, cached, moved or parked."""
+"""Greedy answers are the same bits however requests are batched, cached, moved or preempted."""
 
 import functools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Answer = tuple[list[int], list[float]]
 
 STORES: dict[str, dict[str, Any]] = {
     "resident": {"kv_policy": "resident"},
-    "swap": {"kv_policy": "swap", "hot_rows": None},
+    "swap": {"kv_policy": "swap", "row_cache_rows": None},
     "hybrid": {},
 }
 """Each holds the longest request, and not all that may run beside it."""
@@ -34,7 +34,7 @@ STORES: dict[str, dict[str, Any]] = {
 
 def make(folder: Path, num_devices: int = 1, **options: Any) -> Engine:
     if options.get("kv_policy") == "resident":
-        options |= {"host_memory_gib": None, "hot_rows": None}
+        options |= {"host_memory_gib": None, "row_cache_rows": None}
     elif num_devices > 1:
         # As many pages, which are larger.
         options |= {"device_pages": 4, "host_memory_gib": 0.00005}
@@ -46,7 +46,7 @@ def request(engine: Engine, number: int) -> Request:
         temperature=0, max_tokens=OUTPUT_TOKENS[number], ignore_eos=True, logprobs=0
     )
     prompt = {"prompt_token_ids": PROMPTS[number]}
-    return engine.reader.read(str(number), prompt, params)
+    return engine.input_processor.read(str(number), prompt, params)
 
 
 def answer(one: Request) -> Answer:
@@ -109,7 +109,7 @@ def check(engine: Engine, expected: Sequence[Answer]) -> None:
 )
 def test_same_answers(folder: Path, alone: Any, kv_policy: str, num_devices: int) -> None:
     """A token that depends on what else runs, on where a page lies, on the turn of a request that
-    was parked, or on rows that another has left, also one that was aborted."""
+    was preempted, or on rows that another has left, also one that was aborted."""
     expected = alone(num_devices)
     for enable_prefix_caching in (True, False):
         engine = make(
@@ -120,12 +120,12 @@ def test_same_answers(folder: Path, alone: Any, kv_policy: str, num_devices: int
         )
         check(engine, expected)
         counters, metrics = engine.scheduler.counters, engine.metrics()
-        assert counters.parked > 0 or kv_policy == "hybrid"  # which has room for more
+        assert counters.preempted > 0 or kv_policy == "hybrid"  # which has room for more
         assert (counters.cached_tokens > 0) == enable_prefix_caching
         if kv_policy == "hybrid" and enable_prefix_caching:
             cache = metrics.cache
-            assert cache.hot_reads + cache.staged_reads + cache.host_reads > 0
+            assert cache.row_cache_reads + cache.staged_reads + cache.host_reads > 0
         if kv_policy == "swap" and enable_prefix_caching:
-            assert engine.runner.cache.residency.pages_restored > 0
+            assert engine.runner.cache.residency.pages_onloaded > 0
     same = [found[0] for found in alone(1)] == [found[0] for found in expected]
     assert same, "other tokens on two devices"

@@ -14,7 +14,7 @@ from tests.helpers.toy_engine import LONGEST, assert_idle, request, tokens, toy_
 
 pytestmark = [pytest.mark.compiles, pytest.mark.slow]
 
-MOST_OUTPUT = 120
+MAX_OUTPUT = 120
 EVENTS = st.one_of(
     st.tuples(st.just("arrival"), st.integers(0, 5), st.integers(1, 150)),
     st.tuples(st.just("turn"), st.integers(0, 9), st.integers(1, 20)),
@@ -33,15 +33,15 @@ class Day:
         self.steps = self.work = 0
 
     def submit(self, token_ids: list[int], priority: int) -> None:
-        token_ids = token_ids[: LONGEST - MOST_OUTPUT]
+        token_ids = token_ids[: LONGEST - MAX_OUTPUT]
         one = request(
             self.engine,
             str(len(self.requests)),
             token_ids,
-            max_tokens=1 + (37 * len(self.requests)) % MOST_OUTPUT,
+            max_tokens=1 + (37 * len(self.requests)) % MAX_OUTPUT,
             priority=priority,
         )
-        self.work += len(token_ids) // 8 + MOST_OUTPUT
+        self.work += len(token_ids) // 8 + MAX_OUTPUT
         self.requests.append(one)
         self.engine.add(one)
 
@@ -88,12 +88,12 @@ class Day:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
     """The tokens that follow a prompt on an ample store of its own."""
-    resident = {"kv_policy": "resident", "host_memory_gib": None, "hot_rows": None}
+    resident = {"kv_policy": "resident", "host_memory_gib": None, "row_cache_rows": None}
     engine = Engine(toy_options(folder, device_pages=16, enable_prefix_caching=False, **resident))
 
     @functools.cache
     def answer(token_ids: tuple[int, ...]) -> list[int]:
-        one = request(engine, "x", list(token_ids), max_tokens=MOST_OUTPUT)
+        one = request(engine, "x", list(token_ids), max_tokens=MAX_OUTPUT)
         engine.add(one)
         while engine.has_work:
             engine.step()
@@ -110,7 +110,7 @@ def test_days(folder: Path, alone: Any, kv_policy: str) -> None:
     if kv_policy == "hybrid":
         options["device_pages"] = 5  # all its pages can be used
     else:
-        options["hot_rows"] = None
+        options["row_cache_rows"] = None
     if kv_policy == "resident":
         options["host_memory_gib"] = None
     engine = Engine(toy_options(folder, **options), warm_up=True)
@@ -130,5 +130,5 @@ def test_days(folder: Path, alone: Any, kv_policy: str) -> None:
 
     day()
     assert steps > 5000
-    assert engine.scheduler.counters.parked > 5
+    assert engine.scheduler.counters.preempted > 5
     assert engine.metrics().compilations == compiled

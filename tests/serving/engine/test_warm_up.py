@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compiles
 
 def warm_engine(folder: Path, **options: Any) -> Engine:
     """One where a sequence may be longer than the device's pages."""
-    sizes = {"max_model_len": 512, "host_memory_gib": 0.0002, "hot_rows": 64}
+    sizes = {"max_model_len": 512, "host_memory_gib": 0.0002, "row_cache_rows": 64}
     return Engine(toy_options(folder, **sizes, **options), warm_up=True)
 
 
@@ -29,7 +29,8 @@ def engine(folder: Path) -> Engine:
 
 
 def varied(engine: Engine, seed: int) -> list[Request]:
-    """Requests of all lengths and kinds, whose pages leave the device and which park each other."""
+    """Requests of all lengths and kinds, whose pages leave the device and which preempt each
+    other."""
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.8, "seed": 1},
@@ -73,9 +74,9 @@ def test_serving_compiles_nothing(engine: Engine) -> None:
     finish(engine, request(engine, "last", tokens(1, 9)))
     after = engine.metrics()
     assert counter.count == after.compilations == 0
-    assert after.parkings > before.parkings
+    assert after.num_preemptions > before.num_preemptions
     did = after.cache
-    assert min(did.cached_tokens, did.staged_reads, did.hot_reads, did.cleaned_pages) > 0
+    assert min(did.cached_tokens, did.staged_reads, did.row_cache_reads, did.offloaded_pages) > 0
     assert after.steps > 64, "long enough for the counts of selections to be read"
 
 

@@ -14,7 +14,7 @@ from kvcache import KVGeometry
 from pallas_kernels.common.host_memory import LIMIT_VARIABLE
 from pallas_kernels.common.row_format import RowKind
 from serving.options.engine_options import MEMORY_FRACTION
-from serving.options.store_options import FEWEST_DEVICE_PAGES, StoreOptions, resolve_geometry
+from serving.options.store_options import MIN_DEVICE_PAGES, StoreOptions, resolve_geometry
 
 
 def resolve(
@@ -41,7 +41,7 @@ def resolve(
         stats["bytes_in_use"] = int(stats["bytes_limit"] * MEMORY_FRACTION) - bytes_free
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     mesh: Any = SimpleNamespace(devices=np.array([device] * 8))
-    defaults = {"device_pages": None, "hot_rows": None, "memory_fraction": MEMORY_FRACTION}
+    defaults = {"device_pages": None, "row_cache_rows": None, "memory_fraction": MEMORY_FRACTION}
     chosen = StoreOptions(**defaults | {"host_memory_gib": 40, "kv_policy": "hybrid"} | options)
     return resolve_geometry(one_page, chosen, mesh, config.index_topk)
 
@@ -51,7 +51,7 @@ def test_hybrid_on_gpus() -> None:
     """A host tier that is refused where there are kernels for it."""
     geometry = resolve()
     assert geometry.host_pages == 40 * 2**30 // geometry.page_bytes
-    assert geometry.hot_rows == 1024
+    assert geometry.row_cache_rows == 1024
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -90,11 +90,11 @@ def test_host_memory_that_the_devices_have_no_keys_for(platform: str, kv_policy:
     assert 20 < most < 40
     fitting = resolve(host_memory_gib=most, **sizes)
     # A sequence that runs has all its pages on the devices with "swap".
-    least = FEWEST_DEVICE_PAGES if kv_policy == "hybrid" else fitting.max_pages_per_sequence
+    least = MIN_DEVICE_PAGES if kv_policy == "hybrid" else fitting.max_pages_per_sequence
     assert fitting.device_pages == least
     assert most - 1e-3 < fitting.host_bytes / 2**30 <= most
     # Left open, it is as much as there are keys for.
-    assert resolve(host_memory_gib=None, **sizes).device_pages >= FEWEST_DEVICE_PAGES
+    assert resolve(host_memory_gib=None, **sizes).device_pages >= MIN_DEVICE_PAGES
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -110,7 +110,8 @@ def test_host_memory_beside_too_few_device_pages() -> None:
 
 @pytest.mark.usefixtures("as_a_user")
 def test_limits_that_are_named_fit() -> None:
-    """A longest sequence or hot rows for which the limit that the message names is too much."""
+    """A longest sequence or row-cache rows for which the limit that the message names is too
+    much."""
     with pytest.raises(ValueError, match=r"set max_model_len to at most \d+ or raise") as caught:
         resolve(kv_policy="swap", gib_in_use=124)
     longest = int(re.findall("at most (\\d+)", str(caught.value))[0])
@@ -119,12 +120,14 @@ def test_limits_that_are_named_fit() -> None:
     # Longer ones fit beside less host memory.
     with pytest.raises(ValueError, match=r"host_memory_gib 40 .*to at most"):
         resolve(kv_policy="swap", gib_in_use=124, max_model_len=longest + 1)
-    with pytest.raises(ValueError, match=r"hot_rows 30000 .*set hot_rows to at most \d+") as caught:
-        resolve(device_pages=100, hot_rows=30_000)
-    hot_rows = int(re.findall("at most (\\d+)", str(caught.value))[0])
-    assert resolve(device_pages=100, hot_rows=hot_rows).hot_rows == hot_rows
-    with pytest.raises(ValueError, match="hot_rows"):
-        resolve(device_pages=100, hot_rows=hot_rows + 1)
+    with pytest.raises(
+        ValueError, match=r"row_cache_rows 30000 .*set row_cache_rows to at most \d+"
+    ) as caught:
+        resolve(device_pages=100, row_cache_rows=30_000)
+    row_cache_rows = int(re.findall("at most (\\d+)", str(caught.value))[0])
+    assert resolve(device_pages=100, row_cache_rows=row_cache_rows).row_cache_rows == row_cache_rows
+    with pytest.raises(ValueError, match="row_cache_rows"):
+        resolve(device_pages=100, row_cache_rows=row_cache_rows + 1)
 
 
 def test_systems_that_do_not_tell_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +137,7 @@ def test_systems_that_do_not_tell_their_memory(monkeypatch: pytest.MonkeyPatch) 
         device_pages=None,
         host_memory_gib=None,
         kv_policy="hybrid",
-        hot_rows=None,
+        row_cache_rows=None,
         memory_fraction=MEMORY_FRACTION,
     )
     assert options.free_host_bytes == 0
@@ -154,10 +157,10 @@ def test_what_has_no_kernel() -> None:
 
 @pytest.mark.usefixtures("as_a_user")
 def test_swap() -> None:
-    """A longest request that no device could hold at once, or hot rows that nothing reads."""
-    assert resolve(kv_policy="swap").hot_rows == 0
+    """A longest request that no device could hold at once, or row-cache rows that nothing reads."""
+    assert resolve(kv_policy="swap").row_cache_rows == 0
     assert resolve(gib_in_use=124).host_pages > 0
     with pytest.raises(ValueError, match=r"with kv_policy 'swap'.*: set max_model_len to at most"):
         resolve(kv_policy="swap", gib_in_use=124)
-    with pytest.raises(ValueError, match="hot_rows 64 has no use with kv_policy 'swap'"):
-        resolve(kv_policy="swap", hot_rows=64)
+    with pytest.raises(ValueError, match="row_cache_rows 64 has no use with kv_policy 'swap'"):
+        resolve(kv_policy="swap", row_cache_rows=64)

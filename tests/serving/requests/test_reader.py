@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from glm53.tokenizer import Tokenizer
 from serving.options.engine_options import model_path
 from serving.requests.generation_config import GenerationConfig
-from serving.requests.reader import RequestReader, list_prompts
+from serving.requests.input_processor import InputProcessor, list_prompts
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
 
@@ -20,7 +20,7 @@ ENDS = 4
 
 
 def read(prompt: Any, **params: Any) -> Request:
-    reader = RequestReader(
+    reader = InputProcessor(
         tokenizer=TOKENIZER,
         generation_config=GenerationConfig({}, frozenset()),
         eos_token_ids=frozenset(range(ENDS)),

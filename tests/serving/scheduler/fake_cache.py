@@ -14,7 +14,7 @@ class FakeSequence:
     """Tokens of a slot; the cached prefixes whose pages it shares, and how many others it has."""
 
     tokens: list[int]
-    promised_pages: int
+    reserved_pages: int
     shared: list[Prefix]
     own_pages: int = 0
 
@@ -24,7 +24,7 @@ class FakeSequence:
 
     @property
     def outstanding(self) -> int:
-        return max(self.promised_pages - self.num_pages, 0)
+        return max(self.reserved_pages - self.num_pages, 0)
 
 
 class FakeCache(SequenceCache):
@@ -57,7 +57,7 @@ class FakeCache(SequenceCache):
         self,
         slot: int,
         token_ids: Sequence[int],
-        promised_tokens: int,
+        reserved_tokens: int,
         *,
         use_prefix: bool = True,
         spare_pages: int = 0,
@@ -65,14 +65,14 @@ class FakeCache(SequenceCache):
         assert slot not in self.running, f"slot {slot} is opened twice"
         self.num_tried += 1
         shared = self._find(token_ids) if use_prefix else []
-        promised_pages = self.pages_for(promised_tokens)
-        missing = promised_pages - len(shared) + spare_pages - self.room(shared)
+        reserved_pages = self.pages_for(reserved_tokens)
+        missing = reserved_pages - len(shared) + spare_pages - self.room(shared)
         if missing > 0:
-            raise OutOfPagesError(f"{promised_pages} pages wanted", missing)
+            raise OutOfPagesError(f"{reserved_pages} pages wanted", missing)
         for prefix in shared:
             self.cached[prefix] = self.cached.pop(prefix) + 1
         found = len(shared) * self.rows_per_page
-        self.running[slot] = FakeSequence(list(token_ids[:found]), promised_pages, shared)
+        self.running[slot] = FakeSequence(list(token_ids[:found]), reserved_pages, shared)
         return found
 
     def can_prepare(self, rows: Mapping[int, int]) -> bool:
@@ -80,7 +80,7 @@ class FakeCache(SequenceCache):
         for slot, count in rows.items():
             sequence = self.running[slot]
             pages = self.pages_for(len(sequence.tokens) + count)
-            beyond += max(pages - max(sequence.num_pages, sequence.promised_pages), 0)
+            beyond += max(pages - max(sequence.num_pages, sequence.reserved_pages), 0)
         return beyond <= self.room()
 
     def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
@@ -111,7 +111,7 @@ class FakeCache(SequenceCache):
     def length(self, slot: int) -> int:
         return len(self.running[slot].tokens)
 
-    def close(self, slot: int, *, parked: bool = False) -> CacheCounters:
+    def close(self, slot: int, *, preempted: bool = False) -> CacheCounters:
         sequence = self.running.pop(slot)
         for prefix in sequence.shared:
             self.cached[prefix] = self.cached.pop(prefix) - 1

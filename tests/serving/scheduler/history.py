@@ -42,15 +42,15 @@ class History:
 
     Args:
         engine: the engine.
-        most_tokens: of prompt and output; longer requests are cut to fit.
+        max_tokens: of prompt and output; longer requests are cut to fit.
         age_weight: the scheduler's.
         check_every: steps between proofs of integrity.
     """
 
     def __init__(
-        self, engine: MockEngine, *, most_tokens: int, age_weight: float, check_every: int = 1
+        self, engine: MockEngine, *, max_tokens: int, age_weight: float, check_every: int = 1
     ) -> None:
-        self.engine, self._most_tokens, self._age_weight = engine, most_tokens, age_weight
+        self.engine, self._max_tokens, self._age_weight = engine, max_tokens, age_weight
         self._check_every = check_every
         self.sequences: list[ToySequence] = []
         self._added_at: dict[ToySequence, int] = {}  # prompt tokens launched before
@@ -67,8 +67,8 @@ class History:
             earlier = self.sequences[arrival.number % len(self.sequences)]
             prompt = earlier.token_ids + earlier.output_ids
             prompt = prompt[: len(prompt) * arrival.kept // 16]
-        prompt = [*prompt, *arrival.new_tokens][: self._most_tokens - 1]
-        max_tokens = min(arrival.max_tokens, self._most_tokens - len(prompt))
+        prompt = [*prompt, *arrival.new_tokens][: self._max_tokens - 1]
+        max_tokens = min(arrival.max_tokens, self._max_tokens - len(prompt))
         for _ in range(arrival.copies):
             sequence = ToySequence(prompt, max_tokens, arrival.priority, arrival.reuse_prefix)
             self.sequences.append(sequence)
@@ -101,7 +101,7 @@ class History:
     def step(self) -> Step:
         """A step, with all that must hold of it."""
         work = len(self.scheduler) > 0
-        waiting_results = bool(self.engine.under_way)
+        waiting_results = bool(self.engine.in_flight)
         step = self.engine.step()
         self.num_steps += 1
         launched = step.chunks or step.decoded
@@ -117,17 +117,17 @@ class History:
         self.scheduler.check_integrity()
         self.engine.cache.check_integrity()
 
-    def drain(self, most_steps: int) -> None:
+    def drain(self, max_steps: int) -> None:
         """Runs all that is left, and checks every output."""
-        for _ in range(most_steps):
+        for _ in range(max_steps):
             if not len(self.scheduler):
                 break
             self.step()
-        assert not len(self.scheduler), f"{len(self.scheduler)} are not done in {most_steps} steps"
+        assert not len(self.scheduler), f"{len(self.scheduler)} are not done in {max_steps} steps"
         self.step()  # surplus results
         self.check_integrity()
         scheduler = self.scheduler
-        assert not (scheduler.num_running or scheduler.num_waiting or scheduler.num_parked)
+        assert not (scheduler.num_running or scheduler.num_waiting or scheduler.num_preempted)
         for sequence in self.sequences:
             expected = expected_output(sequence.token_ids, sequence.max_tokens)
             if sequence.aborted or sequence.failed:
@@ -151,14 +151,14 @@ class History:
                 assert since < bound, f"overtaken {since} tokens later, not {bound}"
 
 
-def random_arrival(rng: random.Random, most_new: int, most_output: int) -> Arrival:
+def random_arrival(rng: random.Random, max_new: int, max_output: int) -> Arrival:
     """Now a new prompt, now a turn of an earlier conversation, a fork of one, or several alike."""
     kept = rng.choice((0, 0, 16, 16, rng.randrange(17)))
     return Arrival(
         number=rng.randrange(1 << 20),
         kept=kept,
-        new_tokens=tuple(rng.choices(range(1, VOCABULARY), k=rng.randint(1, most_new))),
-        max_tokens=rng.randint(1, most_output),
+        new_tokens=tuple(rng.choices(range(1, VOCABULARY), k=rng.randint(1, max_new))),
+        max_tokens=rng.randint(1, max_output),
         priority=rng.choice((0, 0, 0, 0, 1, -1)),
         copies=rng.choice((1, 1, 1, 1, 2, 3)),
         reuse_prefix=rng.random() < 0.95,

@@ -129,7 +129,7 @@ class MockEngine:
     ) -> None:
         self.cache, self.rows, self.scheduler = cache, rows, scheduler
         self.pipelined = pipelined
-        self.under_way: list[tuple[ToySequence, int]] = []
+        self.in_flight: list[tuple[ToySequence, int]] = []
         self._last_tokens: dict[int, int] = {}
         self._values: dict[int, list[int]] = {}  # what the rows of each slot are to hold
         self._random = random.Random(0)
@@ -164,7 +164,7 @@ class MockEngine:
             step.decoded[slot] = sequence
         self.scheduler.launched_decode(batch)
         if self.pipelined:
-            results, self.under_way = self.under_way, results
+            results, self.in_flight = self.in_flight, results
         self._process(results)
         return step
 

@@ -37,23 +37,25 @@ class PlacesDevice(SimulatedDevice):
                 self._tables[slot][index] = page
 
     def move(self, moves: MoveList) -> None:
-        for source, target in _pairs(moves.stores):
+        for source, target in _pairs(moves.offloads):
             self._host[target] = list(self._device[source])
-        for source, target in _pairs(moves.loads):
+        for source, target in _pairs(moves.onloads):
             self._device[target] = list(self._host[source])
         for source, target in _pairs(moves.copies):
             self._device[target] = list(self._device[source])
-        for page, device_place, host_place in moves.maps.tolist():
+        for page, device_page_index, host_page_index in moves.maps.tolist():
             if page >= 0:
-                self._places[page] = device_place, host_place
-        used = {device_place for device_place, _ in self._places}
+                self._places[page] = device_page_index, host_page_index
+        used = {device_page_index for device_page_index, _ in self._places}
         self._unused = [place for place in range(len(self._device)) if place not in used]
-        for place in set(range(len(self._host))) - {host_place for _, host_place in self._places}:
+        for place in set(range(len(self._host))) - {
+            host_page_index for _, host_page_index in self._places
+        }:
             self._host[place] = self._lost_page()
 
-    def cool(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
+    def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         self.heat = self._rng.exponential(size=len(self.heat)).astype(np.float32)
-        return super().cool()
+        return super().decay()
 
     def begin_launch(self) -> None:
         for place in self._unused:
@@ -61,15 +63,21 @@ class PlacesDevice(SimulatedDevice):
 
     def read_row(self, slot: int, position: int) -> int:
         index, row = divmod(position, self._rows_per_page)
-        device_place, host_place = self._places[self._tables[slot][index]]
-        page = self._device[device_place] if device_place >= 0 else self._host[host_place]
+        device_page_index, host_page_index = self._places[self._tables[slot][index]]
+        page = (
+            self._device[device_page_index]
+            if device_page_index >= 0
+            else self._host[host_page_index]
+        )
         return page[row]
 
     def write_row(self, slot: int, position: int, value: int) -> None:
         index, row = divmod(position, self._rows_per_page)
-        device_place, host_place = self._places[self._tables[slot][index]]
-        assert device_place >= 0 and host_place < 0, f"row {position} is written off the device"
-        self._device[device_place][row] = value
+        device_page_index, host_page_index = self._places[self._tables[slot][index]]
+        assert device_page_index >= 0 and host_page_index < 0, (
+            f"row {position} is written off the device"
+        )
+        self._device[device_page_index][row] = value
 
     def _lost_page(self) -> list[int]:
         return [_LOST] * self._rows_per_page

@@ -29,24 +29,24 @@ class Sizes:
     device_pages: int
     host_pages: int
     max_num_seqs: int
-    most_step_rows: int
+    max_step_rows: int
     max_num_batched_tokens: int
-    hot_pages: int
+    row_cache_pages: int
     staging_pages: int
     with_hidden: bool
 
     @classmethod
     def draw(cls, rng: random.Random, policy: str) -> "Sizes":
-        most_step_rows = rng.choice((1, 3, 4, 8, 11))
-        chunk_pages = -(-most_step_rows // ROWS_PER_PAGE)
+        max_step_rows = rng.choice((1, 3, 4, 8, 11))
+        chunk_pages = -(-max_step_rows // ROWS_PER_PAGE)
         max_num_seqs = rng.randint(1, 6)
         return cls(
             device_pages=chunk_pages + 2 + rng.choice((0, 1, 4, 12, 30)),
             host_pages=0 if policy == "resident" else rng.choice((1, 8, 30)),
             max_num_seqs=max_num_seqs,
-            most_step_rows=most_step_rows,
+            max_step_rows=max_step_rows,
             max_num_batched_tokens=rng.choice((2, 8, 24)),
-            hot_pages=rng.choice((1, 2)) if policy == "hybrid" else 0,
+            row_cache_pages=rng.choice((1, 2)) if policy == "hybrid" else 0,
             staging_pages=rng.choice((0, 2)) if policy == "hybrid" else 0,
             with_hidden=rng.random() < 0.3,
         )
@@ -65,13 +65,13 @@ def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
         max_pages_per_sequence=pages,
         row_format=RowFormat("float32", 1, 0, 1.0),
         index_row_format=RowFormat("float32", 1, 0, 1.0),
-        hot_rows=ROWS_PER_PAGE * sizes.hot_pages,
+        row_cache_rows=ROWS_PER_PAGE * sizes.row_cache_pages,
         staging_pages=sizes.staging_pages,
     )
     cache = KVCache(
         geometry,
         PlacesDevice(geometry),
-        most_step_rows=sizes.most_step_rows,
+        max_step_rows=sizes.max_step_rows,
         with_hidden=sizes.with_hidden,
     )
     return cache, pages * ROWS_PER_PAGE
@@ -81,15 +81,15 @@ def make_engine(
     sizes: Sizes, policy: str, *, pipelined: bool
 ) -> tuple[MockEngine, KVCache[PlacesDevice], int]:
     """An empty engine, its cache, and the most tokens that a sequence may have in it."""
-    cache, most_tokens = start(sizes, policy)
+    cache, max_tokens = start(sizes, policy)
     scheduler = Scheduler(
         cache,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
-        most_step_rows=sizes.most_step_rows,
+        max_step_rows=sizes.max_step_rows,
         age_weight=AGE_WEIGHT,
     )
-    return MockEngine(cache, cache.device, scheduler, pipelined=pipelined), cache, most_tokens
+    return MockEngine(cache, cache.device, scheduler, pipelined=pipelined), cache, max_tokens
 
 
 def soak(policy: str, seed: int, num_steps: int) -> dict[str, int]:
@@ -99,14 +99,14 @@ def soak(policy: str, seed: int, num_steps: int) -> dict[str, int]:
     while taken < num_steps:
         sizes = Sizes.draw(rng, policy)
         pipelined = rng.random() < 0.9
-        engine, cache, most_tokens = make_engine(sizes, policy, pipelined=pipelined)
+        engine, cache, max_tokens = make_engine(sizes, policy, pipelined=pipelined)
         history = History(
-            engine, most_tokens=most_tokens, age_weight=AGE_WEIGHT, check_every=CHECK_EVERY
+            engine, max_tokens=max_tokens, age_weight=AGE_WEIGHT, check_every=CHECK_EVERY
         )
         busy = rng.choice((0.1, 0.3, 0.6))
         for _ in range(400):
             if rng.random() < busy and history.scheduler.num_waiting < 12:
-                history.add(random_arrival(rng, most_new=24, most_output=32))
+                history.add(random_arrival(rng, max_new=24, max_output=32))
             if rng.random() < 0.03:
                 history.abort(rng.randrange(1 << 20))
             if rng.random() < 0.002:
@@ -115,11 +115,11 @@ def soak(policy: str, seed: int, num_steps: int) -> dict[str, int]:
                 engine.scheduler.counters = history.scheduler.counters
                 history.restart(engine)
             history.step()
-        history.drain(most_steps=100_000)
+        history.drain(max_steps=100_000)
         taken += history.num_steps
-        seen["parked"] += history.scheduler.counters.parked
+        seen["preempted"] += history.scheduler.counters.preempted
         seen["dropped"] += cache.residency.pages_dropped
-        seen["restored"] += cache.residency.pages_restored
+        seen["restored"] += cache.residency.pages_onloaded
         pool = cache.pool
         assert pool.num_free + pool.num_cached_only == cache.geometry.num_pages, "pages leaked"
     return dict(seen)

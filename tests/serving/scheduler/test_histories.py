@@ -33,7 +33,7 @@ events = st.one_of(
 @given(
     num_pages=st.integers(3, 24),
     max_num_seqs=st.integers(1, 5),
-    most_step_rows=st.integers(1, 12),
+    max_step_rows=st.integers(1, 12),
     max_num_batched_tokens=st.integers(1, 24),
     history=st.lists(events, max_size=30),
     pipelined=st.booleans(),
@@ -41,7 +41,7 @@ events = st.one_of(
 def test_any_history_ends_with_the_same_tokens(
     num_pages: int,
     max_num_seqs: int,
-    most_step_rows: int,
+    max_step_rows: int,
     max_num_batched_tokens: int,
     history: list[Arrival | tuple[str, int]],
     pipelined: bool,
@@ -54,14 +54,14 @@ def test_any_history_ends_with_the_same_tokens(
             cache,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            most_step_rows=most_step_rows,
+            max_step_rows=max_step_rows,
             age_weight=AGE_WEIGHT,
         )
         return MockEngine(cache, RowsOfSlots(cache), scheduler, pipelined=pipelined)
 
     # A row more than fit, as the last token chosen needs none.
-    most_tokens = num_pages * ROWS_PER_PAGE + 1
-    run = History(make(), most_tokens=most_tokens, age_weight=AGE_WEIGHT)
+    max_tokens = num_pages * ROWS_PER_PAGE + 1
+    run = History(make(), max_tokens=max_tokens, age_weight=AGE_WEIGHT)
     for event in history:
         match event:
             case Arrival():
@@ -74,4 +74,4 @@ def test_any_history_ends_with_the_same_tokens(
             case _:
                 run.restart(make())
                 run.check_integrity()
-    run.drain(most_steps=20_000)
+    run.drain(max_steps=20_000)

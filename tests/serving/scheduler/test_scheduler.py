@@ -23,7 +23,7 @@ def engine(
     *,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 8,
-    most_step_rows: int = 8,
+    max_step_rows: int = 8,
     age_weight: float = 0.25,
     pipelined: bool = True,
 ) -> MockEngine:
@@ -32,7 +32,7 @@ def engine(
         cache,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        most_step_rows=most_step_rows,
+        max_step_rows=max_step_rows,
         age_weight=age_weight,
     )
     return MockEngine(cache, RowsOfSlots(cache), scheduler, pipelined=pipelined)
@@ -79,9 +79,9 @@ def endless(token_ids: list[int], max_tokens: int) -> list[int]:
     raise AssertionError("every output stops")
 
 
-def test_a_chunk_takes_at_most_a_steps_rows_and_a_step_at_most_its_tokens() -> None:
+def test_a_chunk_takes_at_max_a_steps_rows_and_a_step_at_max_its_tokens() -> None:
     """Catches chunks that are too long, a step that is, and one that is filled with a fragment."""
-    run = engine(max_num_batched_tokens=10, most_step_rows=6)
+    run = engine(max_num_batched_tokens=10, max_step_rows=6)
     first, second = add(run, prompt(13)), add(run, prompt(14, 2))
     assert launched(run) == [(first, range(6))]  # 6 more would be too many
     assert launched(run) == [(first, range(6, 12)), (first, range(12, 13))]
@@ -95,7 +95,7 @@ def test_chunk_rows_says_how_long_a_chunk_is() -> None:
         cache,
         max_num_seqs=1,
         max_num_batched_tokens=100,
-        most_step_rows=16,
+        max_step_rows=16,
         chunk_rows=lambda remaining: max(size for size in (1, 4, 16) if size <= remaining),
     )
     run = MockEngine(cache, RowsOfSlots(cache), scheduler)
@@ -106,7 +106,7 @@ def test_chunk_rows_says_how_long_a_chunk_is() -> None:
 
 def test_shorter_prompts_go_first_until_the_longer_one_has_waited_enough() -> None:
     """Catches first-come-first-served, and a long prompt that starves."""
-    run = engine(max_num_batched_tokens=4, most_step_rows=4, age_weight=0.5)
+    run = engine(max_num_batched_tokens=4, max_step_rows=4, age_weight=0.5)
     long = add(run, prompt(12))
     overtaking = []
     for number in range(20):
@@ -120,7 +120,7 @@ def test_shorter_prompts_go_first_until_the_longer_one_has_waited_enough() -> No
 
 def test_higher_priorities_go_first() -> None:
     """Catches priorities that count for nothing, or only among those that wait."""
-    run = engine(max_num_batched_tokens=4, most_step_rows=4)
+    run = engine(max_num_batched_tokens=4, max_step_rows=4)
     low = add(run, prompt(8))
     assert launched(run) == [(low, range(4))]
     high = add(run, prompt(8, 2), priority=1)
@@ -130,7 +130,7 @@ def test_higher_priorities_go_first() -> None:
 
 def test_a_cached_prompt_counts_for_what_is_left_of_it() -> None:
     """Catches an order that goes by the length of whole prompts."""
-    run = engine(max_num_batched_tokens=40, most_step_rows=40)
+    run = engine(max_num_batched_tokens=40, max_step_rows=40)
     steps_to_finish(run, add(run, prompt(33), max_tokens=1))
     other, turn = add(run, prompt(20, 2)), add(run, [*prompt(33), 2])
     assert [sequence for sequence, _ in launched(run)] == [turn, other]
@@ -166,17 +166,17 @@ class SeenTokens(FakeCache):
         return super().num_cached(token_ids)
 
     def open(
-        self, slot: int, token_ids: Sequence[int], promised_tokens: int, **options: Any
+        self, slot: int, token_ids: Sequence[int], reserved_tokens: int, **options: Any
     ) -> int:
         self.seen.append(token_ids)
-        return super().open(slot, token_ids, promised_tokens, **options)
+        return super().open(slot, token_ids, reserved_tokens, **options)
 
 
 @pytest.mark.parametrize("is_encoded", [False, True])
 def test_a_prompt_is_looked_up_tried_and_opened_with_the_same_encoding(is_encoded: bool) -> None:
     """Catches a prompt encoded again for each of them, or though its owner has done it."""
     cache = SeenTokens(4)
-    scheduler = Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=8, most_step_rows=8)
+    scheduler = Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=8, max_step_rows=8)
     run = MockEngine(cache, RowsOfSlots(cache), scheduler)
     add(run, endless(prompt(8), 8), max_tokens=8)
     launched(run)
@@ -206,7 +206,7 @@ def test_what_does_not_fit_holds_up_those_behind_it() -> None:
 
 def test_one_that_did_not_fit_is_tried_when_so_much_has_come_free() -> None:
     """Catches a trial, which takes a hash for each page, whenever any other sequence ends."""
-    run = engine(num_pages=16, max_num_batched_tokens=64, most_step_rows=64)
+    run = engine(num_pages=16, max_num_batched_tokens=64, max_step_rows=64)
     cache = run.cache
     assert isinstance(cache, FakeCache)
     running = [add(run, endless(prompt(8, 1 + n), 3 + n), max_tokens=3 + n) for n in range(4)]
@@ -224,7 +224,7 @@ def test_one_that_did_not_fit_is_tried_when_so_much_has_come_free() -> None:
 
 def test_half_computed_prompts_go_on_behind_one_that_does_not_fit() -> None:
     """Catches steps without a chunk although a prompt that has its pages is half computed."""
-    run = engine(num_pages=8, max_num_batched_tokens=4, most_step_rows=4)
+    run = engine(num_pages=8, max_num_batched_tokens=4, max_step_rows=4)
     begun = add(run, prompt(16))
     launched(run)
     big = add(run, prompt(24, 2), priority=1)
@@ -234,7 +234,7 @@ def test_half_computed_prompts_go_on_behind_one_that_does_not_fit() -> None:
 
 def test_equal_prompts_are_computed_once() -> None:
     """Catches continuations that compute the prompt that they share each on their own."""
-    run = engine(max_num_batched_tokens=8, most_step_rows=8)
+    run = engine(max_num_batched_tokens=8, max_step_rows=8)
     shared = prompt(32)
     copies = [add(run, shared, max_tokens=2) for _ in range(3)]
     other = add(run, prompt(32, 2), max_tokens=2)
@@ -248,7 +248,7 @@ def test_equal_prompts_are_computed_once() -> None:
 
 def test_a_follower_of_higher_priority_waits_for_nobody() -> None:
     """Catches a sequence held back behind one of lower priority."""
-    run = engine(max_num_batched_tokens=4, most_step_rows=4)
+    run = engine(max_num_batched_tokens=4, max_step_rows=4)
     add(run, prompt(12, 2), priority=1)
     add(run, prompt(8))
     high = add(run, prompt(8), priority=2)
@@ -258,7 +258,7 @@ def test_a_follower_of_higher_priority_waits_for_nobody() -> None:
 @pytest.mark.parametrize("after_steps", [0, 1])
 def test_followers_go_on_without_their_leader(after_steps: int) -> None:
     """Catches sequences that wait for a prompt that nobody computes any more."""
-    run = engine(max_num_batched_tokens=4, most_step_rows=4)
+    run = engine(max_num_batched_tokens=4, max_step_rows=4)
     leader, *others = [add(run, prompt(12)) for _ in range(3)]
     for _ in range(after_steps):
         launched(run)
@@ -296,15 +296,15 @@ def test_many_equal_prompts_are_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_prompt_logprobs_need_every_row() -> None:
     """Catches cached rows where each is to be computed, and waiting for another's in vain."""
-    run = engine(max_num_batched_tokens=64, most_step_rows=64)
+    run = engine(max_num_batched_tokens=64, max_step_rows=64)
     both = [ToySequence(prompt(16), 1, reuse_prefix=False) for _ in range(2)]
     for sequence in both:
         run.scheduler.add(sequence)
     assert launched(run) == [(sequence, range(16)) for sequence in both]
 
 
-def test_the_youngest_is_parked_and_the_oldest_ends_first() -> None:
-    """Catches parking of the wrong one, tokens lost by it, and one that comes back too late."""
+def test_the_youngest_is_preempted_and_the_oldest_ends_first() -> None:
+    """Catches preemption of the wrong one, tokens lost by it, and one that comes back too late."""
     run = engine(num_pages=9, max_num_seqs=3)
     sequences = [
         add(run, endless(prompt(8, first), 20), max_tokens=20, priority=priority)
@@ -316,11 +316,11 @@ def test_the_youngest_is_parked_and_the_oldest_ends_first() -> None:
         run.scheduler.check_integrity()
         order += [s for s in sequences if s.finished and s not in order]
     assert order == [sequences[2], sequences[0], sequences[1]]
-    assert run.scheduler.counters.parked > 0
+    assert run.scheduler.counters.preempted > 0
     counters = [s.counters for s in sequences if s.counters is not None]
     # A cache tells 1 for each slot that a sequence had, of which the first found its prompt.
     slots = sum(one.resident_reads for one in counters)
-    assert slots == run.scheduler.counters.opened == 3 + run.scheduler.counters.parked
+    assert slots == run.scheduler.counters.opened == 3 + run.scheduler.counters.preempted
     assert [one.cached_tokens for one in counters] == [1, 1, 1]
 
 
@@ -338,8 +338,8 @@ def short_of_pages(run: MockEngine, times: int) -> None:
     vars(run.cache)["can_prepare"] = refuse
 
 
-def test_nothing_is_parked_for_pages_that_come_free_anyhow() -> None:
-    """Catches a parking although a sequence whose last token is launched holds pages."""
+def test_nothing_is_preempted_for_pages_that_come_free_anyhow() -> None:
+    """Catches a preemption although a sequence whose last token is launched holds pages."""
     run = engine(max_num_batched_tokens=16)
     both = [add(run, endless(prompt(8, 1 + n), 2 + n), max_tokens=2 + n) for n in range(2)]
     launched(run)
@@ -348,11 +348,11 @@ def test_nothing_is_parked_for_pages_that_come_free_anyhow() -> None:
     for sequence in both:
         steps_to_finish(run, sequence)
         assert sequence.output_ids == expected_output(sequence.token_ids, sequence.max_tokens)
-    assert run.scheduler.counters.parked == 0
+    assert run.scheduler.counters.preempted == 0
 
 
-def test_a_parked_sequence_comes_back_when_all_its_tokens_are_known() -> None:
-    """Catches one opened again while a token of it is under way, which would be chosen twice."""
+def test_a_preempted_sequence_comes_back_when_all_its_tokens_are_known() -> None:
+    """Catches one opened again while a token of it is in flight, which would be chosen twice."""
     run = engine()
     add(run, endless(prompt(8), 9), max_tokens=9)
     launched(run)
@@ -360,27 +360,27 @@ def test_a_parked_sequence_comes_back_when_all_its_tokens_are_known() -> None:
     young = add(run, endless(prompt(5, 2), 3), max_tokens=3)
     short_of_pages(run, times=1)
     assert launched(run) == [(young, range(5))]
-    assert run.scheduler.num_parked == 1
+    assert run.scheduler.num_preempted == 1
     assert not launched(run)
     assert launched(run) == [(young, range(4, 6))]
     steps_to_finish(run, young)
     assert young.output_ids == expected_output(young.token_ids, 3)
 
 
-def test_parked_sequences_come_back_in_the_order_in_which_they_first_opened() -> None:
+def test_preempted_sequences_come_back_in_the_order_in_which_they_first_opened() -> None:
     """Catches the youngest of them coming first, or new ones before them."""
-    run = engine(max_num_batched_tokens=32, most_step_rows=8)
+    run = engine(max_num_batched_tokens=32, max_step_rows=8)
     running = [add(run, endless(prompt(8, 1 + n), 9), max_tokens=9) for n in range(3)]
     launched(run)
     short_of_pages(run, times=2)
     launched(run)
-    assert run.scheduler.num_parked == 2
+    assert run.scheduler.num_preempted == 2
     add(run, [9])
     assert run.step().opened[:2] == running[1:]
 
 
 def test_a_page_is_left_for_each_that_runs() -> None:
-    """Catches one opened into the last pages, only to be parked as soon as another grows."""
+    """Catches one opened into the last pages, only to be preempted as soon as another grows."""
     run = engine(num_pages=5)
     running = add(run, endless(prompt(8), 6), max_tokens=6)
     launched(run)
@@ -430,7 +430,7 @@ def test_max_tokens_is_known_ahead_and_a_stop_token_is_not() -> None:
 @pytest.mark.parametrize("after_steps", range(8))
 def test_an_abort_in_any_state(after_steps: int) -> None:
     """Catches pages or slots that an aborted sequence keeps, and results that it still gets."""
-    run = engine(num_pages=6, max_num_seqs=2, max_num_batched_tokens=4, most_step_rows=4)
+    run = engine(num_pages=6, max_num_seqs=2, max_num_batched_tokens=4, max_step_rows=4)
     sequences = [add(run, endless(prompt(8, 1 + n), 8), max_tokens=8) for n in range(3)]
     for _ in range(after_steps):
         run.step()

@@ -19,7 +19,7 @@ def run(policy: str, seed: int, num_steps: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert seen["parked"] > num_steps / 1000, seen
+    assert seen["preempted"] > num_steps / 1000, seen
     moved = policy != "resident"
     assert (seen["dropped"] > 0, seen["restored"] > 0) == (moved, moved), seen
 

@@ -1,0 +1,201 @@
+"""Simulated decode steps: the scheduler, and the bookkeeping and policy of a full cache."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvcache import CacheCounters, EncodedTokens, KVCache, KVGeometry, SimulatedDevice
+from pallas_kernels.common.row_format import RowFormat
+from serving.scheduler import Schedulable, Scheduler, SequenceCache
+
+DEVICES = 8
+ROWS_PER_DEVICE = 64  # rows of a page
+DEVICE_SHARE = 10  # one page in ten lies on the device
+HOT_SHARE = 0.3  # of the device pages, for row caches: with these all are in use, and pages go
+STEP_ROWS = 8192
+WARM_UP_STEPS = 64
+STEPS_BETWEEN_SELECTIONS = 32
+_SELECTIONS = 2048  # of a sequence, counted together
+_VOCABULARY = 256  # Python shares ints below it, which keeps the prompts small
+
+
+@dataclasses.dataclass(eq=False)
+class Conversation:
+    """Sequence as the scheduler sees it, which never stops by itself."""
+
+    token_ids: list[int]
+    max_tokens: int = 1 << 30
+    priority: int = 0
+    reuse_prefix: bool = True
+    finished: bool = False
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+
+
+class IdleCache(SequenceCache):
+    """Cache that holds everything and does nothing."""
+
+    def open(self, slot: int, token_ids: Sequence[int], reserved_tokens: int, **_: object) -> int:
+        """Returns all tokens but the last as found."""
+        return len(token_ids) - 1
+
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Returns all tokens but the last."""
+        return len(token_ids) - 1
+
+    def can_prepare(self, rows: Mapping[int, int]) -> bool:
+        """Returns True."""
+        return True
+
+    def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
+        """Does nothing."""
+
+    def advance(
+        self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
+    ) -> None:
+        """Does nothing."""
+
+    def reserved_pages(self, slot: int) -> int:
+        """Returns 0."""
+        return 0
+
+    def length(self, slot: int) -> int:
+        """Returns 0."""
+        return 0
+
+    def close(self, slot: int, *, preempted: bool = False) -> CacheCounters:
+        """Returns empty counters."""
+        return CacheCounters()
+
+
+class DecodeSteps:
+    """Scheduler with decoding sequences of one length in all its slots.
+
+    They are prefilled in chunks as in serving, after conversations that have ended and fill the
+    rest of the cache. As many others wait.
+
+    Args:
+        cache: the cache.
+        context: tokens of each sequence.
+        num_sequences: number of sequences.
+
+    Attributes:
+        cache: the cache.
+        scheduler: the scheduler.
+    """
+
+    def __init__(
+        self, cache: KVCache[SimulatedDevice] | IdleCache, context: int, num_sequences: int
+    ) -> None:
+        self.cache = cache
+        self.scheduler = Scheduler(
+            cache,
+            max_num_seqs=num_sequences,
+            max_num_batched_tokens=STEP_ROWS,
+            max_step_rows=STEP_ROWS,
+        )
+        self._rng = np.random.default_rng(0)
+        self._num_steps = 0
+        self._num_sequences = num_sequences
+        self._in_flight: list[Schedulable] = []
+        self._tokens = self._rng.integers(_VOCABULARY, size=context).tolist()
+        if isinstance(cache, KVCache):
+            num_fitting = cache.geometry.num_pages // cache.geometry.pages_for(context)
+            for number in range(num_sequences, num_fitting + 1):
+                self.scheduler.finish(self._compute(number))
+        self._running = [self._compute(number) for number in range(num_sequences)]
+        for number in range(num_sequences):
+            self.scheduler.add(Conversation([number % _VOCABULARY] * 8))
+        if isinstance(cache, KVCache):
+            # All pages have been selected: a change of heat has the most to sort.
+            heat = cache.device.heat
+            heat[:] = self._rng.exponential(size=len(heat))
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+
+    def step(self) -> float:
+        """Runs a decode step and returns its milliseconds."""
+        if self._num_steps % STEPS_BETWEEN_SELECTIONS == 0 and isinstance(self.cache, KVCache):
+            self._select_pages(self.cache)
+        self._num_steps += 1
+        token = int(self._rng.integers(_VOCABULARY))
+        start = time.thread_time()
+        self._step(token)
+        return (time.thread_time() - start) * 1e3
+
+    def turn(self, number: int) -> tuple[float, float]:
+        """Returns the milliseconds of ending a sequence, and of a step that opens it again."""
+        sequence = self._running[number]
+        start = time.thread_time()
+        self.scheduler.finish(sequence)
+        ended = (time.thread_time() - start) * 1e3
+        tokens = [*self._prompt(number), *sequence.output_ids, 0]
+        self._running[number] = Conversation(tokens, priority=1)
+        encoded = EncodedTokens(tokens)
+        encoded.encode_pages(ROWS_PER_DEVICE * DEVICES)  # as where a request is read
+        self.scheduler.add(self._running[number], encoded)
+        return ended, self.step()
+
+    def _step(self, token: int, *, decodes: bool = True) -> None:
+        scheduler, results, self._in_flight = self.scheduler, self._in_flight, []
+        scheduler.start_step()
+        while (chunk := scheduler.next_prefill()) is not None:
+            self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
+            scheduler.advance(chunk)
+            if chunk.is_last:
+                self._in_flight.append(chunk.sequence)
+        batch = scheduler.next_decode() if decodes else {}
+        if batch:
+            self.cache.prepare(dict.fromkeys(batch, 1))
+            scheduler.launched_decode(batch)
+            self._in_flight += batch.values()
+        for sequence in results:
+            if scheduler.confirm(sequence, token):
+                sequence.output_ids.append(token)
+
+    def _compute(self, number: int) -> Conversation:
+        """Prefills a sequence while no other decodes."""
+        sequence = Conversation(self._prompt(number))
+        self.scheduler.add(sequence)
+        while sequence not in self._in_flight:
+            self._step(0, decodes=False)
+        sequence.token_ids = []  # large, and not read again
+        return sequence
+
+    def _prompt(self, number: int) -> list[int]:
+        # Lengths differ a little, so that pages do not all fill up in the same step.
+        spread = number % self._num_sequences * ROWS_PER_DEVICE * DEVICES // self._num_sequences
+        # A page is identified by all tokens up to its end.
+        first = [number % _VOCABULARY, number // _VOCABULARY]
+        return first + self._tokens[2 : len(self._tokens) - spread]
+
+    def _select_pages(self, cache: KVCache[SimulatedDevice]) -> None:
+        """Counts selections of random pages, as the device does."""
+        for slot in self.scheduler.running:
+            pages = np.array(cache.pages_of(slot))
+            chosen = pages[self._rng.integers(len(pages), size=_SELECTIONS)]
+            np.add.at(cache.device.heat, chosen, 1)
+
+
+def simulated_cache(context: int, num_sequences: int, num_steps: int) -> KVCache[SimulatedDevice]:
+    """Returns a cache for `num_steps` steps, with rows of one number, which nothing reads."""
+    max_tokens = context + WARM_UP_STEPS + num_steps
+    pages_each = -(-max_tokens // (ROWS_PER_DEVICE * DEVICES))
+    # One page more for each: a sequence that comes back copies a partly filled page.
+    num_pages = num_sequences * (pages_each + 2)
+    device_pages = -(-num_pages // DEVICE_SHARE) + 4 * num_sequences
+    row_cache_pages = max(int(HOT_SHARE * device_pages) // num_sequences, 1)
+    geometry = KVGeometry(
+        group_layers=(1,),
+        device_pages=device_pages,
+        host_pages=num_pages,
+        num_devices=DEVICES,
+        rows_per_device=ROWS_PER_DEVICE,
+        max_sequences=num_sequences,
+        max_pages_per_sequence=pages_each,
+        row_format=RowFormat("float32", 1, 0, 1.0),
+        index_row_format=RowFormat("float32", 1, 0, 1.0),
+        row_cache_rows=row_cache_pages * ROWS_PER_DEVICE,
+    )
+    return KVCache(geometry, SimulatedDevice(geometry), max_step_rows=STEP_ROWS)

@@ -1,6 +1,0 @@
-"""What engines of equal sizes in one process share."""
-
-import functools
-
-per_engine = functools.lru_cache(maxsize=16)
-"""Decorates what makes jitted functions, so that the engines of as many sizes compile them once."""
