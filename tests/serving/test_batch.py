@@ -174,7 +174,12 @@ def bad_lines() -> list[tuple[bytes, str | None, str, str]]:
             invalid,
             "more than 308 digits",
         ),
-        (line("b19", prompt="x").replace(b'"x"', b'"x", "prompt": "y"'), "b19", invalid, "2 times"),
+        (
+            line("b19", prompt="x").replace(b'"x"', b'"x", "prompt": "y"'),
+            "b19",
+            invalid,
+            "key 'prompt' appears twice",
+        ),
         (line("b20", CHAT, messages=question(1), min_tokens=2**40), "b20", invalid, "min_tokens"),
         (line("b21", prompt="x", stop_token_ids=[2**40]), "b21", invalid, "stop_token_ids holds"),
         (
