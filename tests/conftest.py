@@ -19,7 +19,10 @@ import hypothesis
 import jaxtyping
 import pytest
 
-from tests.helpers.type_checks import check_cheaply
+# What tests share shows the values of what it asserts, as tests do.
+pytest.register_assert_rewrite("tests.helpers", "tests.glm53", "tests.kvcache", "tests.serving")
+
+from tests.helpers.type_checks import check_cheaply  # noqa: E402
 
 check_cheaply()  # before any module of the packages is imported
 

@@ -19,7 +19,7 @@ from serving.cli.command_line import parse
 from serving.engine.metrics import LoopMetrics
 from serving.options.engine_options import EngineOptions
 from serving.requests.sampling_params import SamplingParams
-from tests.helpers.session import GOLDEN
+from tests.helpers.golden import GOLDEN
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

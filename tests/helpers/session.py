@@ -1,85 +1,21 @@
-"""Small models and stores for tests, with every size of a step under the test's control."""
+"""A store and its sequences, driven step by step, with every size of a step under control."""
 
 import dataclasses
-import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from glm53.checkpoint import load_hugging_face
 from glm53.model.config import GLMConfig
 from glm53.model.kv_geometry import kv_geometry
-from glm53.model.params import abstract_model
-from glm53.model.presets import preset
-from glm53.model.sharding import make_mesh, parameter_shardings
+from glm53.model.sharding import make_mesh
 from glm53.model.steps import DraftOutput, PrefillBatch, StepOutput, Steps, compiled_steps
 from kvcache import KVStore, PagePool, SequenceState
 from kvcache.device.sequence_state import assign_slot
 from pallas_kernels.common.row_format import RowKind
 
 _TAKEN_PAGES = 3
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-
-
-@functools.cache
-def golden_config(kit: str) -> GLMConfig:
-    return GLMConfig.from_pretrained(GOLDEN / kit).replace(compute_dtype="float32")
-
-
-@functools.cache
-def golden_params(kit: str, num_devices: int) -> nnx.State:
-    return load_hugging_face(GOLDEN / kit, golden_config(kit), make_mesh(num_devices))
-
-
-@functools.cache
-def golden_arrays(kit: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / kit / "golden.npz") as arrays:
-        return dict(arrays)
-
-
-@functools.cache
-def micro_config() -> GLMConfig:
-    """Two index groups of two layers, which are scanned, and ten selected positions."""
-    return preset("test-small").replace(
-        compute_dtype="float32",
-        num_hidden_layers=4,
-        indexer_types=("full", "shared") * 2,
-        mlp_layer_types=("dense", "sparse") * 2,
-        num_nextn_predict_layers=0,
-        n_routed_experts=4,
-        index_topk=10,
-    )
-
-
-@functools.cache
-def preset_params(config: GLMConfig, num_devices: int) -> nnx.State:
-    """Random parameters of a sensible size, the same on every mesh.
-
-    Norm weights are near 1, matrices have variance 1 / inputs, FP8 scales undo the width of e4m3.
-    """
-    _, abstract = abstract_model(config)
-    leaves, structure = jax.tree.flatten_with_path(abstract)
-    drawn = [
-        _draw(np.random.default_rng([0, number]), jax.tree_util.keystr(path), leaf)
-        for number, (path, leaf) in enumerate(leaves)
-    ]
-    shardings = parameter_shardings(abstract, make_mesh(num_devices))
-    return jax.device_put(jax.tree.unflatten(structure, drawn), shardings)
-
-
-def _draw(rng: np.random.Generator, path: str, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    noise = rng.standard_normal(leaf.shape, np.float32)
-    if "scale" in path:
-        return np.abs(noise) * np.float32(1e-3) + np.float32(1e-4)
-    if "norm" in path and "weight" in path:
-        return (1 + np.float32(0.1) * noise).astype(leaf.dtype)
-    if "bias" in path:
-        return (np.float32(0.1) * noise).astype(leaf.dtype)
-    gain = 64.0 if leaf.dtype == jnp.float8_e4m3fn else leaf.shape[-1] ** -0.5
-    return (noise * np.float32(gain)).astype(leaf.dtype)
 
 
 class Session:
@@ -196,16 +132,3 @@ def with_all_logits(steps: Steps, params: nnx.State, output: StepOutput) -> Step
     *groups, width = output.hidden.shape
     logits = steps.head(params, output.hidden.reshape(-1, width))
     return dataclasses.replace(output, logits=logits.reshape(*groups, -1))
-
-
-def small_session(num_devices: int = 1, preset_name: str = "test-small", **options) -> Session:
-    config = preset(preset_name).replace(compute_dtype="float32")
-    return Session(config, preset_params(config, num_devices), num_devices=num_devices, **options)
-
-
-def random_tokens(config: GLMConfig, count: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, config.vocab_size, count)
-
-
-def fetch(array: jax.Array) -> np.ndarray:
-    return np.asarray(array)

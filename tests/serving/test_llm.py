@@ -16,7 +16,7 @@ from glm53 import LLM, SamplingParams
 from glm53.checkpoint import CheckpointError
 from serving.engine.model_runner import ModelRunner
 from serving.scheduler import Scheduler
-from tests.helpers.session import GOLDEN, golden_arrays
+from tests.helpers.golden import GOLDEN, golden_arrays
 
 pytestmark = pytest.mark.compiles
 # One bucket of rows, so that one prefill step is compiled.

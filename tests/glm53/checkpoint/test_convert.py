@@ -34,8 +34,8 @@ from glm53.model.params import abstract_model
 from glm53.model.presets import preset, preset_names
 from glm53.model.sharding import make_mesh
 from tests.helpers.full_disk import full_disk
+from tests.helpers.golden import GOLDEN
 from tests.helpers.peak_memory import MIB, run_script
-from tests.helpers.session import GOLDEN
 
 ROOT = Path(__file__).parents[3]
 KITS = ("tiny_f32", "tiny_fp8", "tiny_mtp")

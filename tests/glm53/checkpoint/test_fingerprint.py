@@ -21,7 +21,8 @@ from glm53.checkpoint.fingerprint import digest_arrays, model_fingerprint
 from glm53.model.config import GLMConfig
 from glm53.model.presets import preset
 from glm53.model.sharding import make_mesh
-from tests.helpers.session import GOLDEN, golden_config, golden_params, preset_params
+from tests.helpers.golden import GOLDEN, golden_config, golden_params
+from tests.helpers.random_models import preset_params
 
 pytestmark = pytest.mark.compiles
 CONFIG = preset("test-small-fp8")

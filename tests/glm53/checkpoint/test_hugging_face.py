@@ -24,8 +24,8 @@ from glm53.model.linear import Linear
 from glm53.model.params import abstract_model
 from glm53.model.sharding import make_mesh, parameter_specs, partition_spec
 from tests.glm53.checkpoint.test_safetensors_file import HEADER, JSON, frame
+from tests.helpers.golden import GOLDEN, golden_config, golden_params
 from tests.helpers.peak_memory import MIB, run_script
-from tests.helpers.session import GOLDEN, golden_config, golden_params
 
 # Three layers and an MTP layer, with partial FP8 blocks, some of which straddle two devices.
 FP8 = golden_config("tiny_fp8").replace(

@@ -12,8 +12,8 @@ from glm53.model.config import GLMConfig
 from glm53.model.params import abstract_model
 from glm53.model.presets import preset, preset_names
 from glm53.model.sharding import check_mesh, make_mesh, parameter_specs
+from tests.helpers.golden import GOLDEN
 from tests.helpers.peak_memory import MIB, run_script
-from tests.helpers.session import GOLDEN
 
 FULL_SIZE = ("glm-5.3", "glm-5.3-bf16", "glm-5", "glm-5-fp8")
 KITS = ("tiny_f32", "tiny_fp8", "tiny_mtp")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from glm53.model.linear import matmul
 from glm53.model.row_tiles import ROW_TILE, map_row_tiles
-from tests.helpers.session import Session, micro_config, preset_params, random_tokens
+from tests.helpers.random_models import micro_config, preset_params, random_tokens
+from tests.helpers.session import Session
 
 pytestmark = pytest.mark.compiles
 LENGTH = 144  # many times index_topk, and longer than a block of rows that are scored together

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from glm53.model.config import GLMConfig
 from glm53.model.presets import preset, preset_names
-from tests.helpers.session import GOLDEN
+from tests.helpers.golden import GOLDEN
 
 # A config file with every key that an official one has: six layers, FFFSSS, and an MTP layer.
 FILE: dict[str, Any] = json.loads((GOLDEN / "tiny_mtp" / "config.json").read_text())

@@ -22,7 +22,7 @@ from kvcache import KVGeometry, KVStore, SequenceState
 from kvcache.device.host_tier import READS, HostTier
 from pallas_kernels.common.implementation import override_implementation
 from pallas_kernels.common.row_format import RowFormat
-from tests.helpers.session import preset_params
+from tests.helpers.random_models import preset_params
 
 pytestmark = pytest.mark.compiles
 LENGTH, PAGES = 150, 5  # tokens of each sequence, and the pages that they fill

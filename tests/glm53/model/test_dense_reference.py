@@ -14,7 +14,7 @@ from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import sparse_attention
 from tests.glm53.model.test_golden import LOGITS_ATOL
 from tests.helpers.cached_session import CachedSession
-from tests.helpers.session import golden_arrays, golden_config, golden_params
+from tests.helpers.golden import golden_arrays, golden_config, golden_params
 
 pytestmark = pytest.mark.compiles
 KIT = "tiny_f32"

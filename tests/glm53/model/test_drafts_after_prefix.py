@@ -10,7 +10,7 @@ from glm53.model.config import GLMConfig
 from glm53.model.presets import preset
 from kvcache.tiers.page_states import PageState
 from tests.helpers.cached_session import CachedSession, as_bytes, page_rows
-from tests.helpers.session import preset_params, random_tokens
+from tests.helpers.random_models import preset_params, random_tokens
 
 pytestmark = pytest.mark.compiles
 PAGE = 8

@@ -20,7 +20,8 @@ from glm53.model.sharding import make_mesh
 from glm53.model.steps import compiled_steps
 from kvcache import KVStore
 from pallas_kernels.common.row_format import RowKind
-from tests.helpers.session import GOLDEN, Session, golden_arrays, golden_config, golden_params
+from tests.helpers.golden import GOLDEN, golden_arrays, golden_config, golden_params
+from tests.helpers.session import Session
 
 pytestmark = pytest.mark.compiles
 LOGITS_ATOL = 2e-4

@@ -16,7 +16,8 @@ from glm53.model.presets import preset, preset_names
 from glm53.model.sharding import make_mesh
 from glm53.model.steps import Steps
 from tests.helpers.cached_session import CachedSession, StoredRows, as_bytes
-from tests.helpers.session import GOLDEN, micro_config, preset_params, random_tokens
+from tests.helpers.golden import GOLDEN
+from tests.helpers.random_models import micro_config, preset_params, random_tokens
 
 # A public pattern for GLM-5 with no period.
 IRREGULAR = "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSFFFSFSSSFSFFSFFSSS"

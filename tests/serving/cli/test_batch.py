@@ -13,7 +13,7 @@ import pytest
 from glm53 import LLM, RequestOutput, SamplingParams
 from serving.cli import main
 from tests.helpers.fake_llm import FakeLLM, answer, error_of, line, one_by_one
-from tests.helpers.session import GOLDEN
+from tests.helpers.golden import GOLDEN
 
 
 @pytest.fixture

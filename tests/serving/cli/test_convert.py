@@ -6,7 +6,7 @@ import pytest
 from glm53.checkpoint import tensor_inventory
 from glm53.checkpoint.source import read_config
 from serving.cli import main
-from tests.helpers.session import GOLDEN
+from tests.helpers.golden import GOLDEN
 
 
 @pytest.mark.compiles

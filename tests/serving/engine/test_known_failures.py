@@ -25,7 +25,7 @@ from serving.engine.buckets import Buckets
 from serving.engine.model_runner import Launched, ModelRunner
 from serving.options.store_options import max_step_rows
 from serving.scheduler import PrefillChunk
-from tests.helpers.session import golden_config
+from tests.helpers.golden import golden_config
 from tests.helpers.toy_model import write_grouped_model
 
 pytestmark = pytest.mark.compiles

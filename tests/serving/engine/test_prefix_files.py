@@ -13,7 +13,7 @@ from kvcache import OutOfPagesError
 from kvcache.prefix.file import PrefixFileError, PrefixReader
 from kvcache.prefix_transfer import PrefixImport
 from serving.engine.engine import Engine
-from tests.helpers.session import GOLDEN, golden_arrays
+from tests.helpers.golden import GOLDEN, golden_arrays
 from tests.helpers.toy_engine import finish, request, tokens, toy_options
 
 pytestmark = pytest.mark.compiles

@@ -118,7 +118,7 @@ def test_days(folder: Path, alone: Any, kv_policy: str) -> None:
     compiled = engine.metrics().compilations
     steps = 0
 
-    @settings(max_examples=40)
+    @settings(max_examples=80)
     @given(events=st.lists(EVENTS, min_size=10, max_size=40))
     def day(events: list[tuple[str, int, int]]) -> None:
         nonlocal steps

@@ -12,7 +12,7 @@ from glm53.model.presets import preset
 from glm53.model.sharding import make_mesh, parameter_shardings
 from serving.cli import main
 from serving.options.model_info import PARTS, ModelInfo, model_info
-from tests.helpers.session import GOLDEN
+from tests.helpers.golden import GOLDEN
 
 GIB = 1 << 30
 KINDS = ("float32", "bfloat16", "fp8")
