@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from kvcache import CacheCounters
 from scripts.aot.aot import CompileReport
 from serving.cli.command_line import parse
 from serving.engine.metrics import LoopMetrics
+from serving.openai_protocol import ROUTES
 from serving.options.engine_options import EngineOptions
 from serving.requests.sampling_params import SamplingParams
 from tests.helpers.session import GOLDEN
@@ -77,6 +79,31 @@ def test_example(
     printed = capsys.readouterr().out
     for promised in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
         assert promised in printed
+
+
+def test_json_examples() -> None:
+    """An example of JSON that is none, or a request that its route refuses."""
+    lines = [
+        json.loads(line)
+        for page in PAGES
+        for text in blocks(page, "json")
+        for line in text.splitlines()
+    ]
+    requests = [line for line in lines if "url" in line]
+    assert requests
+    for request in requests:
+        ROUTES[request["url"]](request["body"], ["tiny"])
+
+
+def test_session_of_compile_report() -> None:
+    """A session with a name that cannot be imported, or a field that reports do not have."""
+    (session,) = blocks(ROOT / "docs" / "kernels.md", "pycon")
+    for line in re.findall(r"^>>> (from .*)$", session, re.MULTILINE):
+        exec(line, {})
+    fields = re.findall(r"\breport\.(\w+)", session)
+    assert fields
+    for field in fields:
+        assert hasattr(CompileReport, field), field
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
