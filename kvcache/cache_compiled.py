@@ -1,4 +1,4 @@
-"""What engines of equal sizes in one process share."""
+"""Compiled functions shared by all engines of equal sizes in a process."""
 
 import functools
 

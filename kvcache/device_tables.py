@@ -1,4 +1,4 @@
-"""What the device is told between steps: new pages of sequences, and leases, in fixed sizes."""
+"""Updates of the device between steps: new pages of sequences, and leases, in fixed sizes."""
 
 from collections.abc import Collection
 

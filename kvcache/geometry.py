@@ -1,4 +1,4 @@
-"""Every size of the store, in rows, pages and bytes, and where a position lies."""
+"""Sizes of the store in rows, pages and bytes, and the place of each position in it."""
 
 import dataclasses
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""What `make demo` runs: facts planted in 8K tokens, on a device that holds a tenth of them."""
+"""Demonstration of `make demo`: facts planted in 8K tokens, on a device that holds a tenth."""
 
 import argparse
 import importlib.util

@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from kvcache import CacheCounters
 from scripts.aot.aot import CompileReport
 from serving.cli.command_line import parse
 from serving.engine.metrics import LoopMetrics
+from serving.openai_protocol import ROUTES
 from serving.options.engine_options import EngineOptions
 from serving.requests.sampling_params import SamplingParams
 from tests.helpers.golden import GOLDEN
@@ -28,6 +30,12 @@ PAGES = [
 ]
 PACKAGES = ("serving", "glm53", "kvcache", "pallas_kernels")
 MAKEFILE = (ROOT / "Makefile").read_text()
+SOURCES = [
+    path
+    for folder in (*PACKAGES, "benchmarks", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+]
+WORDS = set(re.findall(r"\w+", " ".join(path.read_text() for path in SOURCES)))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -71,6 +79,31 @@ def test_example(
     printed = capsys.readouterr().out
     for promised in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
         assert promised in printed
+
+
+def test_json_examples() -> None:
+    """An example of JSON that is none, or a request that its route refuses."""
+    lines = [
+        json.loads(line)
+        for page in PAGES
+        for text in blocks(page, "json")
+        for line in text.splitlines()
+    ]
+    requests = [line for line in lines if "url" in line]
+    assert requests
+    for request in requests:
+        ROUTES[request["url"]](request["body"], ["tiny"])
+
+
+def test_session_of_compile_report() -> None:
+    """A session with a name that cannot be imported, or a field that reports do not have."""
+    (session,) = blocks(ROOT / "docs" / "kernels.md", "pycon")
+    for line in re.findall(r"^>>> (from .*)$", session, re.MULTILINE):
+        exec(line, {})
+    fields = re.findall(r"\breport\.(\w+)", session)
+    assert fields
+    for field in fields:
+        assert hasattr(CompileReport, field), field
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -228,15 +261,16 @@ def test_map_of_folders() -> None:
         assert {str(folder.relative_to(ROOT)) for folder in folders} <= listed
 
 
-def test_identifiers_of_design() -> None:
-    """A name of the code in docs/design.md or CONTRIBUTING.md that the code does not have."""
-    sources = [path for package in (*PACKAGES, "tests") for path in (ROOT / package).rglob("*.py")]
-    known = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
-    for page in ("docs/design.md", "CONTRIBUTING.md"):
-        for span in spans(prose(ROOT / page)):
-            if re.fullmatch(r"[A-Za-z_][\w.]*(\(\w*\))?", span):
-                for name in re.findall(r"\w+", span.removesuffix(".py").removesuffix(".json")):
-                    assert name in known, f"{page}: {span}"
+# CHANGELOG.md has names of earlier versions.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_identifiers(page: Path) -> None:
+    """A name that the code does not have."""
+    for span in spans(prose(page)):
+        if re.fullmatch(r"[A-Za-z_][\w.]*(\(\w*\))?", span):
+            for name in re.findall(r"[A-Za-z_]\w*", span):
+                assert name in WORDS, span
 
 
 @pytest.mark.parametrize(

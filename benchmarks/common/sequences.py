@@ -39,9 +39,9 @@ def open_sequences(steps: Steps) -> tuple[KVStore, SequenceState]:
         geometry, steps.config.hidden_size, steps.config.compute_dtype, steps.mesh
     )
     pool = PagePool(geometry.num_pages, lambda page: None)
-    places = jnp.arange(geometry.device_pages, dtype=jnp.int32)
-    places = jax.device_put(places, store.device_page_index.sharding)
-    store = dataclasses.replace(store, device_page_index=places)
+    page_indices = jnp.arange(geometry.device_pages, dtype=jnp.int32)
+    page_indices = jax.device_put(page_indices, store.device_page_index.sharding)
+    store = dataclasses.replace(store, device_page_index=page_indices)
     for slot in range(geometry.max_sequences):
         table = jnp.asarray(pool.allocate(geometry.max_pages_per_sequence), jnp.int32)
         sequences = assign_slot(sequences, jnp.int32(slot), table, jnp.int32(0))

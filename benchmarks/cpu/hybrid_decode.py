@@ -43,7 +43,7 @@ from kvcache.device.transitions import compiled_transitions
 CHECKPOINT = Path(__file__).parents[2] / ".cache" / "small-62m"
 CONTEXTS = (8192, 16384)
 BATCHES = (1, 4)
-VARIANTS = ("no host tier", "nothing spilled", "all hot", "some missed")
+VARIANTS = ("no host tier", "all on the device", "all cached", "some missed")
 NEWEST_PAGES = 2  # on the device, of a sequence whose other pages are in host memory
 HOT_SELECTIONS = 4  # selections that fit in a sequence's row cache
 MISS_SHARE = 0.05
@@ -134,13 +134,13 @@ class Decoder:
         geometry, shape = self._steps.geometry, pages.shape
         store = KVStore.create(geometry, self._steps.mesh)
         newest = np.arange(shape[1]) >= geometry.pages_for(self._context) - resident_pages
-        places = {
+        indices = {
             "device_page_index": np.where(newest, pages, -1),
             "host_page_index": np.where(newest, -1, pages),
         }
-        for name, placed in places.items():
+        for name, assigned in indices.items():
             everywhere = np.full(geometry.num_pages, -1, np.int32)
-            everywhere[: pages.size] = placed.reshape(-1)
+            everywhere[: pages.size] = assigned.reshape(-1)
             sharding = getattr(store, name).sharding
             store = dataclasses.replace(store, **{name: jax.device_put(everywhere, sharding)})
         transitions = compiled_transitions(geometry, self._steps.mesh)
@@ -194,12 +194,12 @@ class HybridBench:
         pages = resident.pages_for(context)
         self._decoders = {
             "no host tier": Decoder(plain, params, context, pages),
-            "nothing spilled": Decoder(tiered, params, context, pages),
-            "all hot": Decoder(tiered, params, context, NEWEST_PAGES),
+            "all on the device": Decoder(tiered, params, context, pages),
+            "all cached": Decoder(tiered, params, context, NEWEST_PAGES),
         }
         # One store for both: the step that misses rows stages them again before the other reads
         # them.
-        self._decoders["some missed"] = self._decoders["all hot"]
+        self._decoders["some missed"] = self._decoders["all cached"]
         self._forgotten = round(miss_share * config.index_topk)
         self._cells = batch * resident.num_index_layers
         self._seed = 0
@@ -225,10 +225,10 @@ class HybridBench:
         _, milliseconds = decoder.step()
         found = {name: count - before[name] for name, count in decoder.reads().items()}
         missed = self._forgotten * self._cells if variant == "some missed" else 0
-        spilled = variant != "nothing spilled"
+        in_host = variant != "all on the device"
         if (found["missed"], found["staged"], found["host"]) != (missed, missed, 0) or (
             found["hot"] > 0
-        ) != spilled:
+        ) != in_host:
             raise RuntimeError(f"{variant!r} read {found}; {missed} rows should be missed")
         return milliseconds
 
@@ -266,8 +266,8 @@ def measure(bench: HybridBench, batch: int, context: int, repeats: int) -> Timin
 def format_table(timings: Sequence[Timing]) -> str:
     """Formats medians, quartiles and the two ratios in Markdown."""
     lines = [
-        f"| batch | context | {', ms | '.join(VARIANTS)}, ms | missed | not spilled, ratio "
-        "| all hot, added | missed, added |",
+        f"| batch | context | {', ms | '.join(VARIANTS)}, ms | missed | all on the device, ratio "
+        "| all cached, added | missed, added |",
         "|---|---|" + "---|" * (len(VARIANTS) + 4),
     ]
     for timing in timings:

@@ -96,9 +96,9 @@ def first_difference(
         wrong = _differ(some, other, np.atleast_1d(tolerance))
     if not wrong.any():
         return None
-    place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
-    where = [start + place[0], *place[1:]] if found.ndim else []
-    return f"differs first at {where}: {some[place]}, not {other[place]}"
+    index = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+    where = [start + index[0], *index[1:]] if found.ndim else []
+    return f"differs first at {where}: {some[index]}, not {other[index]}"
 
 
 @jax.jit

@@ -105,8 +105,10 @@ def _score_tolerance(
         stored = np.abs(np.asarray(spec.row_format.unpack(jnp.asarray(keys[layer]))))
     query = np.abs(query.astype(np.float32))
     magnitudes = []
-    for rows, row_weights, places in zip(query, np.abs(weights), pages, strict=True):
-        products = stored[places].reshape(spec.context, -1) @ rows.reshape(-1, rows.shape[-1]).T
+    for rows, row_weights, sequence_pages in zip(query, np.abs(weights), pages, strict=True):
+        products = (
+            stored[sequence_pages].reshape(spec.context, -1) @ rows.reshape(-1, rows.shape[-1]).T
+        )
         products = products.reshape(-1, *row_weights.shape) * row_weights
         magnitudes.append(products.sum(axis=-1).T)
     return share * np.stack(magnitudes)

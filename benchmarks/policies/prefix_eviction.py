@@ -170,11 +170,11 @@ def agents(working_set: float, rng: random.Random) -> list[Turn]:
     for _ in range(ROUNDS):
         rng.shuffle(running)
         turns += running
-        for place, turn in enumerate(running):
+        for index, turn in enumerate(running):
             if turn.num_pages < last:
-                running[place] = Turn(turn.conversation, turn.num_pages + 1)
+                running[index] = Turn(turn.conversation, turn.num_pages + 1)
             else:
-                running[place] = Turn(started, first)
+                running[index] = Turn(started, first)
                 started += 1
     return turns
 

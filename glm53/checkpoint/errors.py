@@ -1,4 +1,4 @@
-"""What a checkpoint that cannot be used raises."""
+"""Errors of checkpoints that cannot be used."""
 
 from collections.abc import Sequence
 

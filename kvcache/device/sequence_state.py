@@ -1,4 +1,4 @@
-"""What a step must know of each running sequence, kept on the device.
+"""State of each running sequence that steps read, kept on the device.
 
 A step can be launched before the last one's tokens are known, because it reads them here.
 """

@@ -1,4 +1,4 @@
-"""What the rows of a prefix file are, and its form as JSON."""
+"""Description of the rows of a prefix file, and its form as JSON."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What is done about pages in host memory before each step: moves ahead of need, and leases."""
+"""Policy for pages in host memory before each step: moves ahead of need, and leases."""
 
 from collections.abc import Callable, Collection, Sequence, Set
 

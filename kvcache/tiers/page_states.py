@@ -1,4 +1,4 @@
-"""What each page is and where its rows lie: the account that residency keeps."""
+"""States of pages, their indices in both tiers, and the indices that are free."""
 
 import enum
 from collections.abc import Mapping

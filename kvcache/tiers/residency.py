@@ -1,4 +1,4 @@
-"""Which tier each page lies in, and the policy that moves pages between the tiers."""
+"""Residency of each page in the two tiers, and the moves between them."""
 
 from collections.abc import Callable, Iterable
 

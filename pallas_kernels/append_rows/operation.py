@@ -1,4 +1,4 @@
-"""Which implementation appends rows."""
+"""Public function that appends rows."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What XLA is told when it compiles a program with kernels for a GPU."""
+"""XLA's options for programs with kernels on a GPU."""
 
 from collections.abc import Mapping
 

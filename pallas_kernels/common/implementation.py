@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: its kernel or its reference.
+"""Choice of the implementation of an operation: its kernel or its reference.
 
 Every operation takes `implementation=`. Left at None, it is the kernel on a GPU where the shapes
 are supported, and the reference elsewhere.

@@ -1,4 +1,4 @@
-"""Every private part of jax that the project uses, and the version in which they are known.
+"""Private parts of jax that the project uses, and the version in which they are known.
 
 jax's persistent cache keeps a program whose writing has failed half-way: each later process would
 find it damaged, compile anew, and warn. Of a disk that is full it warns once a program.

@@ -1,4 +1,4 @@
-"""Which implementation fetches. What is not listed costs nothing: its count is on the device."""
+"""Public function that fetches rows. Entries beyond the count, which is on the device, are free."""
 
 from jaxtyping import Array, Int, Shaped
 

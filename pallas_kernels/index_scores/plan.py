@@ -1,4 +1,4 @@
-"""Which shapes the kernel scores, and how a launch divides them over the GPU."""
+"""Shapes that the kernel scores, and the division of a launch over the GPU."""
 
 import dataclasses
 import functools

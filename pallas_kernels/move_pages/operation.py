@@ -1,4 +1,4 @@
-"""Which implementation moves pages.
+"""Public functions that move pages.
 
 Lists have a fixed size; an entry with negative places is padding, lies after the others and moves
 nothing. No move of a list reads or writes what another one writes.

@@ -1,4 +1,4 @@
-"""Which selected rows are hot, which must come from host memory, and which they replace."""
+"""Resolution of selected rows: which are cached, which must be staged, and which they replace."""
 
 from pallas_kernels.resolve_rows.operation import resolve_rows
 from pallas_kernels.resolve_rows.reference import Resolution

@@ -1,4 +1,4 @@
-"""Which implementation resolves."""
+"""Public function that resolves rows."""
 
 import functools
 

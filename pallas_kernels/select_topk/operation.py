@@ -1,4 +1,4 @@
-"""Which implementation selects."""
+"""Public functions that select positions."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Which implementation stages. What is not listed costs nothing: counts are read on the device."""
+"""Public functions that stage. Entries beyond the counts, which are on the device, are free."""
 
 from jaxtyping import Array, Int, Shaped
 

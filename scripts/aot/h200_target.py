@@ -1,4 +1,4 @@
-"""What XLA has to know of an H200 to compile for one where there is none.
+"""Description of an H200 for XLA, to compile for one where there is none.
 
 Figures of the H200 SXM with 141 GB. The compiler takes its limits from them, and from the rates its
 guesses of what is worth fusing; nothing here is measured.

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from the text of its HLO: launches, copies, collectives."""
+"""Launches, copies and collectives of a compiled program, read from the text of its HLO."""
 
 import collections
 import dataclasses

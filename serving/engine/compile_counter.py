@@ -1,4 +1,4 @@
-"""How many programs jax has compiled in this process: serving is to compile none."""
+"""Counter of the programs that jax compiles in this process: serving must compile none."""
 
 import threading
 

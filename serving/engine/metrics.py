@@ -1,4 +1,4 @@
-"""What an engine has done and how it stands."""
+"""Counters and state of an engine."""
 
 import dataclasses
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What both routes share: the fields of a body, and the parts of a response."""
+"""Parts that both routes share: fields of a body, and parts of a response."""
 
 import dataclasses
 import re

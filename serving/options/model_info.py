@@ -1,4 +1,4 @@
-"""What a model is made of, and what of it fits in memory, told from its config alone."""
+"""Parts of a model and what fits in memory, computed from its config alone."""
 
 import dataclasses
 import math

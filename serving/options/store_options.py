@@ -1,4 +1,4 @@
-"""How large the KV store is: what the options of an engine come to on a machine."""
+"""Options of the KV store, and the sizes that they come to on a machine."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""What a checkpoint's `generation_config.json` says about generation."""
+"""Sampling defaults of a checkpoint's `generation_config.json`."""
 
 import dataclasses
 import json

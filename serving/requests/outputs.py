@@ -1,4 +1,4 @@
-"""What generation returns, with vLLM's names and meanings."""
+"""Outputs of generation, with vLLM's names and meanings."""
 
 import bisect
 import dataclasses

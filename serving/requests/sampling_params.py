@@ -1,4 +1,4 @@
-"""How a request is to be continued, with vLLM's names and meanings."""
+"""Sampling parameters of a request, with vLLM's names and meanings."""
 
 import dataclasses
 import math

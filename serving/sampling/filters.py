@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: min_p, then top_k, then top_p.
+"""Filters of the tokens that may be drawn: min_p, then top_k, then top_p.
 
 Nothing is sorted. Each filter keeps the tokens up to some distance from the most likely one, and
 the distance is found by bisection: the bits of floats that are not negative, read as integers, are

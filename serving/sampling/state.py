@@ -1,4 +1,4 @@
-"""What the sampler must know of each sequence slot, kept on the device."""
+"""State of the sampler for each sequence slot, kept on the device."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What the scheduler did."""
+"""Counters of the scheduler."""
 
 import dataclasses
 

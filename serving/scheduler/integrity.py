@@ -1,4 +1,4 @@
-"""What must hold of every sequence between the calls of the scheduler's owner."""
+"""Invariants of each sequence between the calls of the scheduler's owner."""
 
 from serving.scheduler.sequence import Phase, ScheduledSequence
 from serving.scheduler.sequence_cache import SequenceCache

@@ -1,4 +1,4 @@
-"""What the scheduler uses of the cache."""
+"""Interface of the cache to the scheduler."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable

@@ -53,12 +53,12 @@ def test_other_reads_are_noticed(bench: HybridBench, monkeypatch: pytest.MonkeyP
             patch.setattr(Decoder, "forget", lambda self, _, seed, n=count: forget(self, n, seed))
             with pytest.raises(RuntimeError, match="8 rows should be missed"):
                 bench.step("some missed")
-    bench.step("all hot")
+    bench.step("all cached")
 
 
 def test_other_logits_are_noticed(bench: HybridBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in host memory that differ from those of the store that keeps all on the device."""
-    decoder = bench._decoders["all hot"]
+    decoder = bench._decoders["all cached"]
     host = decoder._store.host
     assert host is not None
     slab = jax.device_put(np.zeros(host.slab.shape, np.float32), host.slab.sharding)
