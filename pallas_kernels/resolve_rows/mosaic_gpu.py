@@ -166,7 +166,7 @@ def _plan(
     Int[Array, " sequences"],
     Float[Array, "slots groups hot"],
 ]:
-    """EvictionQueues and the misses that replace them, and the new running means.
+    """Entries to replace and the misses that replace them, and the new running means.
 
     Returns:
         Row-cache rows to replace, and which of the selected rows replaces each, both ascending, as
