@@ -1,4 +1,4 @@
-"""The paged KV store: geometry, device state, its transitions, and the account of its pages."""
+"""The paged KV store: geometry, device state, its transitions, and the bookkeeping of its pages."""
 
 from kvcache.counters import CacheCounters
 from kvcache.device.device_state import DeviceState

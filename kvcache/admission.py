@@ -19,8 +19,8 @@ class RunningSequence:
     Attributes:
         token_ids: tokens of its full pages.
         pages: its pages in order.
-        reserved_pages: pages that it was promised in all.
-        publication: how far its pages are known to the prefix index; None if they are not to be.
+        reserved_pages: pages reserved for it in all.
+        publication: its progress in the prefix index; None if its pages are not published.
         pinned: its sealed pages that stay on the device.
         counters: what is counted on the host.
     """
@@ -34,23 +34,23 @@ class RunningSequence:
 
     @property
     def outstanding(self) -> int:
-        """Pages that are promised to it still."""
+        """Pages that are still reserved for it."""
         return max(self.reserved_pages - len(self.pages), 0)
 
 
 class Admission:
-    """What is left to promise.
+    """Admission of sequences: the pages that are left to reserve.
 
     Args:
         geometry: sizes of the store.
         pool: reference counts of pages.
-        states: the account of places.
+        states: bookkeeping of the pages of both tiers.
         running: the sequences that run, which the caller keeps up to date.
-        max_step_rows: most rows of one sequence in a step.
+        max_step_rows: maximum rows of one sequence in a step.
 
     Attributes:
-        outstanding: pages that those that run are still promised together, which the caller keeps
-            up to date too.
+        outstanding: pages still reserved for the running sequences together, which the caller
+            keeps up to date too.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """Pages that are free or can be given up, and promised to no sequence."""
+        """Pages that are free or can be evicted, and reserved for no sequence."""
         return self._pool.num_free + self._pool.num_cached_only - self.outstanding
 
     def check_pages(self, wanted: int, kept: Collection[int] = ()) -> None:
-        """Whether that many pages can be had while cached ones are kept.
+        """Checks that so many pages can be had while cached ones are kept.
 
         Raises:
             OutOfPagesError: they cannot.
@@ -83,11 +83,11 @@ class Admission:
     def check(
         self, num_tokens: int, reserved_pages: int, found: PrefixMatch, spare_pages: int
     ) -> None:
-        """Whether a sequence can start.
+        """Checks that a sequence can start.
 
         Args:
             num_tokens: tokens of its prompt.
-            reserved_pages: pages that it is promised.
+            reserved_pages: pages to reserve for it.
             found: those that it shares.
             spare_pages: pages to leave for those that run.
 
@@ -132,12 +132,12 @@ class Admission:
         return new <= self._geometry.device_pages - self._states.num_unevictable
 
     def check_integrity(self) -> None:
-        """Proves that what is promised is counted right, and there.
+        """Proves that reserved pages are counted right, and there.
 
         Raises:
             AssertionError: it is not.
         """
-        promised = sum(sequence.outstanding for sequence in self._running)
+        reserved = sum(sequence.outstanding for sequence in self._running)
         counted = self.outstanding
-        assert counted == promised, f"{counted} pages counted as promised, are {promised}"
-        assert self.room >= 0, f"{-self.room} more pages promised than can be had"
+        assert counted == reserved, f"{counted} pages counted as reserved, are {reserved}"
+        assert self.room >= 0, f"{-self.room} more pages reserved than can be had"

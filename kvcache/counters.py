@@ -21,8 +21,8 @@ class CacheCounters:
         row_cache_reads: rows of host pages found among the row-cache rows.
         staged_reads: rows brought to the device in the step that read them.
         host_reads: rows read in host memory, in place.
-        missed_rows: rows that a step needed from the host tier and were not hot; those that several
-            tokens of a decode step select are counted once.
+        missed_rows: rows that a step needed from the host tier and were not in the row cache; those
+            that several tokens of a decode step select are counted once.
         staged_bytes: bytes copied to the device for single steps, all layers and devices.
         offloaded_pages: pages copied to the host.
         offloaded_bytes: their bytes.
@@ -58,25 +58,25 @@ class ReadCounts:
         slots: Int[np.ndarray, " sequences"],
         reads: Int[np.ndarray, "sequences reads_by_device"],
     ) -> Int64[np.ndarray, "sequences reads"]:
-        """How much has been read since the last update, by slot.
+        """Reads since the last update, by slot.
 
         Args:
             slots: different slots.
             reads: the device's counts of each; see `HostTier.reads`. At most 2**32 more than last.
         """
         by_device = reads.reshape(len(reads), -1, len(READS))
-        told = by_device.sum(axis=1, dtype=np.int64)
-        new = (told - self._seen[slots]) & 0xFFFFFFFF
-        self._seen[slots] = told
+        total = by_device.sum(axis=1, dtype=np.int64)
+        new = (total - self._seen[slots]) & 0xFFFFFFFF
+        self._seen[slots] = total
         return new
 
     @staticmethod
     def counters(reads: Int64[np.ndarray, " reads"], row_bytes: int) -> CacheCounters:
-        """What `update` has told, as counters."""
-        resident, hot, staged, host, missed, layer_rows = reads.tolist()
+        """Counters of reads that `update` has returned."""
+        resident, cached, staged, host, missed, layer_rows = reads.tolist()
         return CacheCounters(
             resident_reads=resident,
-            row_cache_reads=hot,
+            row_cache_reads=cached,
             staged_reads=staged,
             host_reads=host,
             missed_rows=missed,

@@ -13,17 +13,17 @@ _MIN_ENTRIES = 16
 
 
 class DeviceTables:
-    """Keeps the device's block tables and leases in step with the account.
+    """Keeps the device's block tables and leases in step with the bookkeeping.
 
     Args:
         geometry: sizes of the store.
-        device: what is told.
+        device: the device to update.
     """
 
     def __init__(self, geometry: KVGeometry, device: CacheDevice) -> None:
         self._geometry, self._device = geometry, device
         self._new_pages: list[tuple[int, int, int]] = []  # slot, place in the block table, page
-        self._borrowed: tuple[int, ...] = ()
+        self._staging: tuple[int, ...] = ()
 
     def assign(self, slot: int, pages: Collection[int], length: int) -> None:
         """Gives a slot to a sequence whose first `length` tokens are computed on these pages."""
@@ -40,7 +40,7 @@ class DeviceTables:
         self._new_pages = [entry for entry in self._new_pages if entry[0] != slot]
 
     def launch_pages(self) -> None:
-        """Tells the pages that are queued."""
+        """Launches the pages that are queued."""
         while self._new_pages:
             entries = self._no_pages()
             some = self._new_pages[: len(entries)]
@@ -49,7 +49,7 @@ class DeviceTables:
             self._device.set_pages(entries)
 
     def launch_leases(self, residency: Residency) -> None:
-        """Tells the leases that have changed."""
+        """Launches the leases that have changed."""
         changed = residency.changed_leases
         if changed:
             slots, places = self._no_leases()
@@ -59,12 +59,12 @@ class DeviceTables:
                 places[row, : len(leased)] = leased
             changed.clear()
             self._device.lease(slots, places)
-        if residency.staging_places != self._borrowed:
-            self._borrowed = residency.staging_places
+        if residency.staging_places != self._staging:
+            self._staging = residency.staging_places
             self._launch_staging()
 
     def warm_up(self) -> None:
-        """Has the device do all of this once, for nobody."""
+        """Launches each update once, with nothing but padding."""
         self.assign(-1, (), 0)
         self._device.set_pages(self._no_pages())
         if self._geometry.reads_host:
@@ -73,7 +73,7 @@ class DeviceTables:
 
     def _launch_staging(self) -> None:
         places = np.full(max(self._geometry.staging_pages, 1), -1, np.int32)
-        places[: len(self._borrowed)] = self._borrowed
+        places[: len(self._staging)] = self._staging
         self._device.set_staging_pages(places)
 
     def _no_pages(self) -> Int32[np.ndarray, "entries 3"]:

@@ -34,7 +34,7 @@ class KVGeometry:
         row_cache_rows: rows that a sequence may keep on each device of pages that are not there; 0
             where steps read no such pages, as all pages of the sequences that run are on the
             device.
-        staging_pages: device pages that a prefill may borrow for pages that are not there.
+        staging_pages: device pages that a prefill may stage pages on that are not there.
         row_format: format of an MLA row.
         index_row_format: format of an index key.
 
@@ -160,11 +160,11 @@ class KVGeometry:
         """Bytes on all devices that hold no row: page maps, selection counts and row-cache maps."""
         if not self.has_host_tier:
             return self.num_devices * 8 * self.num_pages
-        hot = (
+        entries = (
             self.num_index_layers * 8 * self.row_cache_rows
             + 2 * self.sequence_rows * self.reads_host
         )
-        slots = self.max_sequences * (hot + 4 * self.row_cache_pages + 4 * _NUM_READS)
+        slots = self.max_sequences * (entries + 4 * self.row_cache_pages + 4 * _NUM_READS)
         staging = 4 * max(self.staging_pages, 1)
         return self.num_devices * (slots + 12 * self.num_pages + staging)
 

@@ -1,4 +1,4 @@
-"""The cache of running sequences: an account of their pages that keeps a device in step with it."""
+"""Cache of running sequences: bookkeeping of their pages that keeps a device in step with it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from kvcache.geometry import KVGeometry
 from kvcache.page_pool import OutOfPagesError, PagePool
 from kvcache.pins import Pins
 from kvcache.prefix.index import PrefixIndex, PrefixMatch
-from kvcache.tiers.offload_policy import PagePolicy
+from kvcache.tiers.offload_policy import OffloadPolicy
 from kvcache.tiers.page_states import PageState
 from kvcache.tiers.residency import Residency
 
@@ -24,7 +24,7 @@ _MOVES_A_LAUNCH = 16
 class KVCache[DeviceT: CacheDevice]:
     """Sequences in numbered slots, their pages, and where those lie.
 
-    Some pages are promised when a sequence opens, and are there when it needs them. It may grow
+    Some pages are reserved when a sequence opens, and are there when it needs them. It may grow
     beyond them as long as `can_prepare` says so.
 
     Args:
@@ -79,7 +79,7 @@ class KVCache[DeviceT: CacheDevice]:
             geometry, self.pool, self.residency, self._running.values(), max_step_rows
         )
         self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
-        self._policy = PagePolicy(geometry, device, self.residency, self.pool)
+        self._policy = OffloadPolicy(geometry, device, self.residency, self.pool)
         self._pins = Pins(geometry, self.residency)
         self._tables = DeviceTables(geometry, device)
         self._reads = ReadCounts(geometry.max_sequences)
@@ -95,7 +95,8 @@ class KVCache[DeviceT: CacheDevice]:
         return len(self._running[slot].pages)
 
     def reserved_pages(self, slot: int) -> int:
-        """Pages that the sequence in a slot has or is promised: no more come free when it ends."""
+        """Pages of the sequence in a slot and those still reserved for it: at most so many come
+        free when it ends."""
         return max(len(self._running[slot].pages), self._running[slot].reserved_pages)
 
     def length(self, slot: int) -> int:
@@ -120,7 +121,7 @@ class KVCache[DeviceT: CacheDevice]:
         Args:
             slot: the slot.
             token_ids: its prompt.
-            reserved_tokens: tokens that it is promised room for, at least its prompt.
+            reserved_tokens: tokens to reserve pages for, at least its prompt.
             use_prefix: continue cached pages that hold the beginning of the prompt, and cache the
                 sequence's own.
             spare_pages: pages to leave for those that run.
@@ -175,7 +176,7 @@ class KVCache[DeviceT: CacheDevice]:
     def can_prepare(self, rows: Mapping[int, int]) -> bool:
         """Whether there are pages, and places on the device, for a step that appends rows by slot.
 
-        There always are for rows within what was promised, as long as one sequence runs alone.
+        There always are for rows within what was reserved, as long as one sequence runs alone.
         """
         growing = [(self._running[slot], missing) for slot, missing in self._missing_pages(rows)]
         return self._admission.can_grow(growing)
@@ -203,7 +204,7 @@ class KVCache[DeviceT: CacheDevice]:
     def advance(
         self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
     ) -> None:
-        """Tells that a step computes the rows of these tokens.
+        """Notes that a step computes the rows of these tokens.
 
         Args:
             slot: the slot.
@@ -277,11 +278,11 @@ class KVCache[DeviceT: CacheDevice]:
         return new
 
     def read_counters(self, reads: Int64[np.ndarray, " reads"]) -> CacheCounters:
-        """What `note_reads` has told, as counters."""
+        """Counters of reads that `note_reads` has returned."""
         return ReadCounts.counters(reads, self.geometry.row_format.row_bytes)
 
     def warm_up(self) -> None:
-        """Has the device do everything once that steps may need, for nobody, to compile it.
+        """Launches everything once that steps may need, with padding, to compile it.
 
         Nothing changes, but that counts of selections are halved.
         """
@@ -309,7 +310,7 @@ class KVCache[DeviceT: CacheDevice]:
         """Takes pages for rows that come from elsewhere than a step.
 
         Raises:
-            OutOfPagesError: too few are free or can be given up.
+            OutOfPagesError: too few are free or can be evicted.
         """
         self._admission.check_pages(count)
         pages = self._allocate(count)
@@ -378,7 +379,7 @@ class KVCache[DeviceT: CacheDevice]:
         for index in range(sequence.publication.num_pages, len(tokens) // rows):
             self.index.publish(sequence.publication, tokens, pages, (index + 1) * rows, self._clock)
             if not self.pool.is_cached(pages[index]):
-                # Pages after another's, which it does not hold, could not be given up in order.
+                # Pages after another's, which it does not hold, could not be evicted in order.
                 self._adopt(slot, sequence, index)
         if partial:
             known = len(tokens)

@@ -51,7 +51,7 @@ class PagePool:
 
     @property
     def num_cached_only(self) -> int:
-        """Cached pages that nobody references."""
+        """Cached pages without references."""
         return self._num_cached_only
 
     def references(self, page: int) -> int:
@@ -59,12 +59,12 @@ class PagePool:
         return max(self._references[page], 0) if 0 <= page < self._num_pages else 0
 
     def num_unreferenced(self, pages: Collection[int]) -> int:
-        """How many of these pages nobody references."""
+        """Number of these pages without references."""
         return len(pages) - sum(self._referenced[page] for page in pages)
 
     @property
     def referenced(self) -> Bool[np.ndarray, " pages"]:
-        """Whether each page has references; a view of the account."""
+        """Whether each page has references; a view of the counts."""
         return np.frombuffer(self._referenced, np.bool_)
 
     def is_cached(self, page: int) -> bool:
@@ -125,7 +125,7 @@ class PagePool:
         self._cached.add(page)
 
     def uncache(self, page: int) -> None:
-        """Gives a cached page up, which frees it if nobody references it.
+        """Drops a page from the cached ones, which frees it if it has no references.
 
         Raises:
             ValueError: the page is not cached.

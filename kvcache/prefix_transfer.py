@@ -64,7 +64,7 @@ class PrefixImport:
         token_ids: tokens of the prefix.
 
     Raises:
-        OutOfPagesError: the cache has too few pages that nobody uses.
+        OutOfPagesError: the cache has too few unused pages.
     """
 
     def __init__(self, cache: KVCache, token_ids: Sequence[int]) -> None:

@@ -16,9 +16,8 @@ class ResidencyView:
 
     Attributes:
         on_device: whether the page lies on the device. The others lie in host memory alone.
-        row_cache: rows of the page that the sequence's row cache holds on the devices (its hot
-            rows), the index groups together. Rows of pages that have come back count until others
-            take their places.
+        row_cache: rows of the page that the sequence's row cache holds on the devices, the index
+            groups together. Rows of pages that have come back count until others take their places.
     """
 
     on_device: Bool[np.ndarray, " pages"]

@@ -86,7 +86,7 @@ def run_batch(
 
 
 def count_requests(source: BinaryIO) -> int:
-    """How many rows a batch will have, from where a seekable source stands.
+    """Number of rows that a batch will have, from where a seekable source stands.
 
     Raises:
         ValueError: it is in UTF-16 or UTF-32.
@@ -333,5 +333,5 @@ class _Batch:
 
 
 def _digest(custom_id: str) -> bytes:
-    """What is kept of a custom_id, which may be long, to know it again."""
+    """Digest of a custom_id, which may be long."""
     return blake2b(custom_id.encode(), digest_size=16).digest()

@@ -132,7 +132,7 @@ def _cached(num_tokens: int) -> str:
 
 def _rows_read(counters: CacheCounters) -> str:
     return (
-        f"{counters.resident_reads:,} resident, {counters.row_cache_reads:,} hot, "
+        f"{counters.resident_reads:,} resident, {counters.row_cache_reads:,} in the row cache, "
         f"{counters.staged_reads:,} staged, {counters.host_reads:,} in host memory; "
         f"pages moved to host memory: {counters.offloaded_pages:,}"
     )

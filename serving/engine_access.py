@@ -87,7 +87,7 @@ class EngineAccess:
             self._run_deferred()
 
     def defer(self, action: Callable[[], object]) -> None:
-        """Runs an action now if nobody has access, or else at the end of the holder's turn.
+        """Runs an action now if no thread has access, or else at the end of the holder's turn.
 
         Never waits, so finalizers and signal handlers may call it. A forked child does nothing.
         """

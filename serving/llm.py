@@ -126,11 +126,11 @@ class LLM:
 
     @property
     def cache_counters(self) -> CacheCounters:
-        """What the cache did for all requests that are done."""
+        """Counters of the cache for all requests that are done."""
         return self._engine.runner.counters
 
     def metrics(self) -> LoopMetrics:
-        """How the engine stands: sequences, pages, preemptions and counts since the start."""
+        """Metrics of the engine now: sequences, pages, preemptions and counts since the start."""
         return self._engine.metrics()
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -138,7 +138,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without parameters has: the model's own choices, and else the defaults."""
+        """Parameters of a request that gives none: the model's own, and else the defaults."""
         return SamplingParams().filled(self._engine.input_processor.generation_config.sampling)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class LLM:
                 `{"prompt_token_ids": [ids]}`, or a conversation: `{"messages": [...]}` with the
                 further arguments of `chat`.
             sampling_params: one for all prompts, or one each; None is the defaults.
-            use_tqdm: show progress if standard error is a terminal; elsewhere nothing tells of it.
+            use_tqdm: show progress if standard error is a terminal; elsewhere nothing is shown.
             on_error: "raise" refuses the whole call for a bad prompt, and raises what goes wrong
                 later; "return" gives what was refused or failed an output with `error`, and serves
                 the others.
@@ -339,7 +339,7 @@ class LLM:
         Returns:
             Tokens of the prefix.
 
-        Nothing of a file that is refused is cached. Other prefixes may have been given up to make
+        Nothing of a file that is refused is cached. Other prefixes may have been evicted to make
         room for it if it is damaged inside its rows, or its pages find no place.
 
         Raises:

@@ -247,7 +247,7 @@ class ServingLoop:
         self.close()
 
     def metrics(self) -> LoopMetrics:
-        """How the loop stood at the end of the last step; what was submitted since waits, too."""
+        """Metrics at the end of the last step; what was submitted since counts as waiting."""
         return self._metrics
 
     def _check_open(self) -> None:
@@ -342,7 +342,7 @@ class ServingLoop:
         self._hand_out(aborted)
 
     def _hand_out(self, changed: Iterable[Request]) -> None:
-        """Tells callers of what has grown or ended; the metrics tell of it before they do."""
+        """Notifies callers of what has grown or ended, after the metrics are updated."""
         self._metrics = self._engine.metrics()
         for request in changed:
             with self._inbox:
@@ -354,7 +354,7 @@ class ServingLoop:
             stream.notify()
 
     def _end(self) -> None:
-        """Ends all requests, and gives up the engine's memory."""
+        """Ends all requests, and frees the engine's memory."""
         with self._inbox:
             rest, arrived = list(self._requests.values()), list(self._arrived)
             self._arrived.clear()

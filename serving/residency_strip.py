@@ -64,7 +64,7 @@ class Strip:
         return -(-self.num_pages // max(self.width - self.label_width - 1, 1))
 
     def legend(self) -> list[str]:
-        """Lines that tell what the characters mean."""
+        """Legend of the characters."""
         lines = [f"{self._cells([kind])} {name}" for kind, name in _NAMES.items()]
         if self.pages_per_cell > 1:
             lines.append(
@@ -136,5 +136,5 @@ def strip_image(
 
 
 def _kinds(view: ResidencyView) -> Int[np.ndarray, " pages"]:
-    """What to show of each page; the greater, the nearer to the device."""
+    """Level of each page; the greater, the nearer to the device."""
     return np.where(view.on_device, _DEVICE, np.where(view.row_cache > 0, _CACHED, _HOST))

@@ -250,7 +250,7 @@ _STYLES: Mapping[KVPolicy, tuple[str, str]] = {
     "swap": ("#0072b2", "--"),
     "hybrid": ("#009e73", "-"),
 }
-"""Colour and line style of each policy, which tell them apart in grey too."""
+"""Colour and line style of each policy, distinct in grey too."""
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -163,7 +163,9 @@ class Decoder:
 
 
 @partial(jax.jit, static_argnums=2)
-def _forget(row_cache_row: Int[Array, "slots groups hot"], key: jax.Array, count: int) -> jax.Array:
+def _forget(
+    row_cache_row: Int[Array, "slots groups entries"], key: jax.Array, count: int
+) -> jax.Array:
     """Drops random rows of those in use, which repeats of one step all read."""
     drawn = jnp.where(row_cache_row >= 0, jax.random.uniform(key, row_cache_row.shape), -1.0)
     _, rows = lax.top_k(drawn, count)
@@ -227,7 +229,7 @@ class HybridBench:
         missed = self._forgotten * self._cells if variant == "some missed" else 0
         in_host = variant != "all on the device"
         if (found["missed"], found["staged"], found["host"]) != (missed, missed, 0) or (
-            found["hot"] > 0
+            found["row_cache"] > 0
         ) != in_host:
             raise RuntimeError(f"{variant!r} read {found}; {missed} rows should be missed")
         return milliseconds

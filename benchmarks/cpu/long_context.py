@@ -96,17 +96,17 @@ def decode(llm: MeasuredLLM, context: int) -> Run:
             keys = (count, geometry.num_index_layers, geometry.index_row_format.width)
             transfer.write(*(rng.standard_normal(shape, np.float32) for shape in (rows, keys)))
         transfer.finish()
-    times, counters, chosen = [], {}, []
+    times, counters, token_ids = [], {}, []
     prompt = {"prompt_token_ids": tokens}
     for _, output in llm.generate_iter(prompt, _greedy(_NEW_TOKENS), stream=True):
         times.append(time.perf_counter())
         counters = dataclasses.asdict(output.cache_counters)
-        chosen = output.outputs[0].token_ids
+        token_ids = output.outputs[0].token_ids
     if counters["cached_tokens"] != len(tokens) - 1:
         raise RuntimeError(f"{counters['cached_tokens']} of {len(tokens) - 1} tokens were found")
     # The first step compiles.
     seconds = statistics.median(np.diff(times)[1:].tolist())
-    return _run(llm, 1 / seconds, chosen, counters)
+    return _run(llm, 1 / seconds, token_ids, counters)
 
 
 def prefill(llm: MeasuredLLM, context: int) -> Run:
@@ -184,7 +184,7 @@ def format_tables(results: Mapping[str, Mapping[str, Run]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     reads = [
-        "| work | rows read on the device | hot | staged | in host memory | missed | staged, MiB "
+        "| work | read on the device | row cache | staged | in host memory | missed | staged, MiB "
         "| pages copied to the host |",
         "|---|---|---|---|---|---|---|---|",
     ]

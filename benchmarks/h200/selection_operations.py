@@ -189,8 +189,8 @@ def _located(spec: ResolveSpec, rng: Rng, full: bool) -> Operands:
 def _resolve_work(spec: ResolveSpec) -> Work:
     """Returns the work: position, physical row, result and map entry of each selected row; position
     and mean, read and written, and score of each cached row."""
-    selected, hot = spec.sequences * spec.rows * spec.k, spec.sequences * spec.hot
-    return Work(device_bytes=selected * (4 + 4 + 4 + 2) + hot * (2 * 4 + 2 * 4 + 4))
+    selected, entries = spec.sequences * spec.rows * spec.k, spec.sequences * spec.entries
+    return Work(device_bytes=selected * (4 + 4 + 4 + 2) + entries * (2 * 4 + 2 * 4 + 4))
 
 
 def _one_nan(results: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:

@@ -56,7 +56,7 @@ def index_pages_found(turns: Sequence[Turn], room: int) -> list[int]:
     return found
 
 
-# Chooses a victim from conversations in the order of their last turns.
+# Returns the conversation to evict, of those in the order of their last turns.
 Choice = Callable[[list[int], int], int]
 
 
@@ -68,11 +68,11 @@ def pages_found(turns: Sequence[Turn], room: int, choose: Choice) -> list[int]:
     for now, turn in enumerate(turns):
         found.append(cached.pop(turn.conversation, 0))
         while sum(cached.values()) + turn.num_pages > room:
-            victim = choose(list(cached), now)
+            evicted = choose(list(cached), now)
             excess = sum(cached.values()) + turn.num_pages - room
-            cached[victim] -= min(cached[victim], excess)
-            if not cached[victim]:
-                del cached[victim]
+            cached[evicted] -= min(cached[evicted], excess)
+            if not cached[evicted]:
+                del cached[evicted]
         cached[turn.conversation] = turn.num_pages
     return found
 

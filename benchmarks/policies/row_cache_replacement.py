@@ -381,13 +381,13 @@ def simulate(policy: Policy, selections: Selections) -> Iterator[Step]:
             worth = np.where(missed, -next_use[:, now], -np.inf)
         else:
             value[cache, entries[hit]] = np.inf
-        victims = np.argsort(value, axis=1, kind="stable")[:, :k]
-        ranks = np.argsort(-worth, axis=1, kind="stable")[:, : victims.shape[1]]
-        loaded = np.take_along_axis(value, victims, axis=1) < np.take_along_axis(
+        evicted = np.argsort(value, axis=1, kind="stable")[:, :k]
+        ranks = np.argsort(-worth, axis=1, kind="stable")[:, : evicted.shape[1]]
+        loaded = np.take_along_axis(value, evicted, axis=1) < np.take_along_axis(
             worth, ranks, axis=1
         )
         cache = np.nonzero(loaded)[0]
-        entry, rank = victims[loaded], ranks[loaded]
+        entry, rank = evicted[loaded], ranks[loaded]
         entry_of[cache, policy.owners[cache, entry]] = -1
         entry_of[cache, selected[cache, rank]] = entry
         policy.owners[cache, entry] = selected[cache, rank]

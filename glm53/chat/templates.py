@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Template:
-    """What sets the prompt format of one model apart.
+    """Differences of one model's prompt format.
 
     Attributes:
         effort_levels: Values of `reasoning_effort` that are honoured; any other means Max. Empty:

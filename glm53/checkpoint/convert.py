@@ -32,7 +32,7 @@ _COPIED = (
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What a conversion wrote.
+    """Result of a conversion.
 
     Attributes:
         format: of the destination.

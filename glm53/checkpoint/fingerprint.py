@@ -120,7 +120,7 @@ def _mix_element(
     indices: Sequence[UInt32[Array, "..."]],
     bits: UInt32[Array, "..."],
 ) -> UInt32[Array, "..."]:
-    """What elements add to a lane."""
+    """Contribution of elements to a lane."""
     mixed = key
     for index in indices:
         mixed = _mix(mixed ^ index)

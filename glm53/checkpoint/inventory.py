@@ -35,7 +35,7 @@ class TensorSpec:
 
 
 def tensor_inventory(config: GLMConfig) -> tuple[TensorSpec, ...]:
-    """Every tensor of the checkpoint that `config` describes, trunk first.
+    """Lists all tensors of the checkpoint that `config` describes, trunk first.
 
     With FP8 weights each quantised matrix has a float32 scale per started block of 128 x 128.
     Which matrices are quantised is fixed by the architecture: the projections of attention, the

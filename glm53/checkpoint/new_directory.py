@@ -13,7 +13,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `path` when the block ends.
 
     It lies beside `path`, under a name of its own that starts with "." and the name of `path`. An
-    exception removes it. A killed process leaves it behind, where it is in nobody's way.
+    exception removes it. A killed process leaves it behind, where it is in the way of none.
 
     Args:
         path: where nothing is yet. Missing parents are made.

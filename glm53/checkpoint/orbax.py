@@ -1,4 +1,4 @@
-"""Saves and restores parameters as a sharded orbax checkpoint, with the config beside it.
+"""Sharded orbax checkpoints of parameters, with the config beside them.
 
 orbax is imported where it is used: most processes do not, and start faster without it.
 """
@@ -105,7 +105,7 @@ def _failing_writes(path: Path) -> Iterator[None]:
         while time.monotonic() - last_report < _QUIET_SECONDS:
             time.sleep(_QUIET_SECONDS / 10)
         code = _OS_ERROR.search(str(error))
-        # Without the tasks that nobody asked for their exceptions, which say so when they go.
+        # Without the tasks whose exceptions were not retrieved, which say so when they go.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         if code is None:
@@ -181,7 +181,7 @@ def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
 
 
 def _concurrent_gb(params: nnx.State) -> int:
-    """How much orbax may read or write at once: the largest array as it is stored.
+    """Bytes that orbax may read or write at once: the largest array as it is stored.
 
     orbax refuses an array beyond its limit, and holds copies of arrays up to it.
     """

@@ -22,7 +22,7 @@ FP8_QUANTIZATION: Mapping[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }
-"""What a `config.json` says of block-FP8 weights."""
+"""`quantization_config` of a `config.json` with block-FP8 weights."""
 
 # Settings that change the arithmetic and have one supported value; absent or null means that value.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -65,7 +65,7 @@ class Rows:
 
 @pytree_dataclass
 class Selection:
-    """What a full layer selected, which the shared layers after it reuse.
+    """Selection of a full layer, which the shared layers after it reuse.
 
     Attributes:
         positions: int32 [tokens, index_topk], ascending, then -1.
@@ -81,7 +81,12 @@ class Selection:
 
 @pytree_dataclass
 class LayerTrace:
-    """What each trunk layer gave: hidden [layers, tokens, hidden], selected [layers, tokens, k]."""
+    """Outputs of each trunk layer.
+
+    Attributes:
+        hidden: [layers, tokens, hidden], hidden states after the layer.
+        selected: int32 [layers, tokens, index_topk], positions that it attended to.
+    """
 
     hidden: Float[Array, "layers tokens hidden"]
     selected: Int[Array, "layers tokens k"]

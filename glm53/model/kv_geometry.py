@@ -36,7 +36,7 @@ def kv_geometry(
         with_mtp: keep the MTP layer's rows and index keys too.
         host_pages: pages of the host tier; without it every page stays on the device.
         row_cache_rows: rows that a sequence may keep on each device of pages that are not there.
-        staging_pages: device pages that a prefill may borrow for such pages.
+        staging_pages: device pages that a prefill may stage such pages on.
 
     Raises:
         ValueError: a size is refused.

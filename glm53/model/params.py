@@ -41,7 +41,7 @@ class DecoderLayers(nnx.Module):
 
 
 class MTPHead(nnx.Module):
-    """What the MTP layer has besides a decoder layer."""
+    """Parameters of the MTP layer besides those of a decoder layer."""
 
     def __init__(self, config: GLMConfig) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps

@@ -49,7 +49,7 @@ class PrefillBatch:
 
 @pytree_dataclass
 class StepOutput:
-    """What a step gives back to the host.
+    """Results of a step for the host.
 
     Attributes:
         next_token: int32 [groups], the greedy choice after each group's last row.
@@ -76,7 +76,7 @@ STEP_OUTPUT = make_unchecked(
     reads=PartitionSpec(None, MESH_AXIS),
     trace=_EVERYWHERE,
 )
-"""How a `StepOutput` lies on the mesh."""
+"""Shardings of a `StepOutput` on the mesh."""
 
 
 @pytree_dataclass
@@ -193,7 +193,7 @@ class Steps:
         context_pages: int,
         trace: bool = False,
     ) -> tuple[StepOutput, KVStore, SequenceState]:
-        """Appends tokens to sequences and chooses the token after each group's last."""
+        """Appends tokens to sequences and gives the greedy token after each group's last."""
         rows, slots = self._rows(
             sequences, batch.slots, batch.num_rows, batch.token_ids, context_pages
         )
@@ -237,7 +237,7 @@ class Steps:
         *,
         context_pages: int,
     ) -> tuple[StepOutput, KVStore, SequenceState]:
-        """Appends each sequence's last chosen token and chooses the next."""
+        """Appends each sequence's last sampled token and gives the next."""
         token_ids = sequences.last_token[jnp.maximum(slots, 0)][:, None]
         batch = PrefillBatch(slots, (slots >= 0).astype(jnp.int32), token_ids)
         return self._prefill(model, store, sequences, batch, context_pages=context_pages)
@@ -252,7 +252,7 @@ class Steps:
         context_pages: int,
         num_drafts: int,
     ) -> tuple[DraftOutput, KVStore, SequenceState]:
-        """Drafts the tokens after each sequence's last chosen one, greedily.
+        """Drafts the tokens after each sequence's last sampled one, greedily.
 
         The rows that drafts write beyond the sequence's length are overwritten when its tokens are
         known. With `index_share_for_mtp_iteration` the first row's selection serves all drafts.

@@ -46,7 +46,7 @@ class DeviceState(CacheDevice):
         return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.store, self.sequences)))
 
     def delete(self) -> None:
-        """Gives up the memory."""
+        """Frees the memory."""
         for leaf in jax.tree.leaves((self.store, self.sequences)):
             leaf.delete()
 

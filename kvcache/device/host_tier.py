@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from kvcache.device.pytree import pytree_dataclass
 from kvcache.geometry import KVGeometry
 
-READS = ("resident", "hot", "staged", "host", "missed", "layer_rows_staged")
+READS = ("resident", "row_cache", "staged", "host", "missed", "layer_rows_staged")
 """Columns of `HostTier.reads`."""
 
 
@@ -29,20 +29,21 @@ class HostTier:
             this device that each holds, -1 none.
         row_cache_mean: float32 likewise, running mean of its index scores, NaN before the first.
         row_cache_entry: int16 [slots, sequence_rows by device], by row of the sequence the
-            row-cache row that may hold it; `row_cache_row` tells. Serves one group after another.
+            row-cache row that may hold it; `row_cache_row` says which. Serves one group after
+            another.
         staging_page: int32 [staging_pages], device pages that a prefill may write host pages to,
             -1 beyond the last.
         selections: float32 [pages by device], decayed count of selections of a page's rows.
         reads: int32 [slots, len(READS) by device], selected rows by where they were found (resident
             page, row-cache row, staged in this step, host memory in place), rows that were on no
-            page of the device and not hot, which row-cache rows count once a step, and rows staged,
-            each layer counted. Modulo 2**32.
+            page of the device and not in the row cache, which row-cache rows count once a step, and
+            rows staged, each layer counted. Modulo 2**32.
     """
 
     slab: Shaped[Array, "host_pages rows_per_page layers width"]
     row_cache_page: Int[Array, "slots row_cache_pages"]
-    row_cache_row: Int[Array, "slots groups hot"]
-    row_cache_mean: Float[Array, "slots groups hot"]
+    row_cache_row: Int[Array, "slots groups entries"]
+    row_cache_mean: Float[Array, "slots groups entries"]
     row_cache_entry: Int[Array, "slots context"]
     staging_page: Int[Array, " staging"]
     selections: Float[Array, " pages"]
@@ -58,12 +59,12 @@ class HostTier:
         )
         row = geometry.row_format
         shape = (geometry.host_pages, geometry.rows_per_page, geometry.num_layers, row.width)
-        hot = (slots, groups, devices * geometry.row_cache_rows)
+        entries = (slots, groups, devices * geometry.row_cache_rows)
         return cls(
             jnp.zeros(shape, row.dtype),
             jnp.full((slots, geometry.row_cache_pages), -1, jnp.int32),
-            jnp.full(hot, -1, jnp.int32),
-            jnp.full(hot, jnp.nan, jnp.float32),
+            jnp.full(entries, -1, jnp.int32),
+            jnp.full(entries, jnp.nan, jnp.float32),
             jnp.zeros((slots, devices * geometry.sequence_rows * geometry.reads_host), jnp.int16),
             jnp.full((max(geometry.staging_pages, 1),), -1, jnp.int32),
             jnp.zeros((devices * geometry.num_pages,), jnp.float32),

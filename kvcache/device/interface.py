@@ -54,10 +54,10 @@ class CacheDevice(Protocol):
 
 
 class SimulatedDevice(CacheDevice):
-    """A device without bytes, for simulators and for timing the account alone.
+    """A device without bytes, for simulators and for timing the bookkeeping alone.
 
     Attributes:
-        heat: float32 [pages], what `decay` tells before it halves it.
+        heat: float32 [pages], what `decay` returns before it halves it.
         num_decays: how often it did.
     """
 
@@ -84,10 +84,10 @@ class SimulatedDevice(CacheDevice):
 
     def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """The heat that was set."""
-        told = self.heat.copy()
+        heat = self.heat.copy()
         self.heat /= 2
         self.num_decays += 1
-        return lambda: told
+        return lambda: heat
 
     def write(
         self,

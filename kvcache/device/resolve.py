@@ -1,7 +1,7 @@
 """Resolution of selected positions to physical rows; what is not on the device is staged.
 
 A step of a few rows a sequence keeps single rows of host pages in the sequence's row-cache rows. A
-longer one, which selects from nearly every page, borrows staging pages instead. What has room in
+longer one, which selects from nearly every page, uses staging pages instead. What has room in
 neither is read in host memory, in place; so none of this changes an answer.
 """
 
@@ -60,7 +60,7 @@ def resolve_selection(
     slots: Int[Array, " sequences"],
     block_tables: Int[Array, "sequences context_pages"],
     positions: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences hot"] | None,
+    row_cache_scores: Float[Array, "sequences entries"] | None,
     device: Int[Array, ""],
 ) -> tuple[KVStore, Int[Array, "sequences rows k"], StagedPages | None]:
     """Finds the rows that an index group selected, and stages what is not on the device.
@@ -117,7 +117,7 @@ def score_row_cache(
     slot: Int[Array, ""],
     positions: Int[Array, " rows"],
     scores: Float[Array, "rows context"],
-) -> Float[Array, " hot"]:
+) -> Float[Array, " entries"]:
     """The best index score of each row-cache row of a sequence among its rows of a step.
 
     Args:
@@ -158,7 +158,7 @@ def _resolve(
     slots: Int[Array, " sequences"],
     positions: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences entries"],
 ) -> tuple[KVStore, HostTier, jax.Array, tuple[jax.Array, ...]]:
     """Brings missed rows to the sequences' row-cache rows, for a group, its first layer and its
     number of layers. Returns the store, its host tier, row ids, and what `reads` counts of host
@@ -201,13 +201,14 @@ def _resolve(
             found.staged * num_layers,
         )
 
-    hot = (host.row_cache_row, host.row_cache_mean, host.row_cache_entry)
+    row_cache = (host.row_cache_row, host.row_cache_mean, host.row_cache_entry)
     none = jnp.zeros(slots.shape, jnp.int32)
-    slab, *hot, row_ids, hits, fresh, in_place, misses, staged = _unless_idle(
-        wanted, run, (store.slab, *hot, located, *[none] * 5)
+    slab, *row_cache, row_ids, hits, fresh, in_place, misses, staged = _unless_idle(
+        wanted, run, (store.slab, *row_cache, located, *[none] * 5)
     )
     host = dataclasses.replace(
-        host, **dict(zip(("row_cache_row", "row_cache_mean", "row_cache_entry"), hot, strict=True))
+        host,
+        **dict(zip(("row_cache_row", "row_cache_mean", "row_cache_entry"), row_cache, strict=True)),
     )
     store = dataclasses.replace(store, slab=slab)
     return store, host, row_ids, (hits, fresh, in_place, misses, staged)
@@ -227,16 +228,16 @@ def _plan_staging(
     """
     on_host = located >= geometry.slab_rows
     spilled = jnp.sum(on_host, axis=(1, 2))
-    borrowed = jnp.sum(host.staging_page >= 0)
+    num_staging = jnp.sum(host.staging_page >= 0)
 
     def run(state: tuple[jax.Array, StagedPages]) -> tuple[jax.Array, StagedPages]:
         _, plan = state
-        capacity = jnp.minimum(borrowed * geometry.num_layers, plan.place.shape[0])
+        capacity = jnp.minimum(num_staging * geometry.num_layers, plan.place.shape[0])
         needed = jnp.zeros((geometry.num_pages,), bool)
         needed = needed.at[jnp.where(on_host, pages, geometry.num_pages)].set(True, mode="drop")
         order = jnp.cumsum(needed) - 1
         needed &= order < capacity
-        turn, page = jnp.divmod(order, jnp.maximum(borrowed, 1))
+        turn, page = jnp.divmod(order, jnp.maximum(num_staging, 1))
         place = turn * geometry.device_pages + host.staging_page[page]
         listed = jnp.where(needed, order, plan.place.shape[0])
         plan = StagedPages(

@@ -24,7 +24,7 @@ class SequenceState:
     Attributes:
         block_table: int32 [slots, max_pages], page ids in order, -1 beyond the last.
         length: int32 [slots], tokens computed so far.
-        last_token: int32 [slots], the token that follows them, once a step has chosen it.
+        last_token: int32 [slots], the token that follows them, once a step has sampled it.
         last_hidden: [slots, hidden], the normalised trunk hidden state of the last computed token,
             from which the MTP layer continues.
         hidden_known: bool [slots], whether it is: cached rows come without it.

@@ -31,7 +31,7 @@ _ROW_FORMAT_TYPES: Mapping[str, type] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixDescription:
-    """What cached rows are, of a file as of a store.
+    """Description of cached rows, of a file as of a store.
 
     Attributes:
         model: fingerprint of the model whose rows these are, an opaque string.
@@ -90,7 +90,7 @@ class PrefixDescription:
         return misfits
 
     def _comparable(self) -> dict[str, Any]:
-        """What must be equal, by name. Layers are counted without the MTP layer."""
+        """Fields that must be equal, by name. Layers are counted without the MTP layer."""
         values: dict[str, Any] = {"model": self.model}
         for name in ("num_layers", "num_index_layers"):
             values[f"{name} without MTP"] = getattr(self, name) - self.num_mtp_layers
@@ -102,7 +102,7 @@ class PrefixDescription:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixHeader:
-    """What `prefix.json` says.
+    """Contents of `prefix.json`.
 
     Attributes:
         description: what the rows are.

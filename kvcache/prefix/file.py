@@ -243,7 +243,7 @@ class PrefixReader:
 
     @property
     def description(self) -> PrefixDescription:
-        """What the rows are."""
+        """Description of the rows."""
         return self._header.description
 
     @property

@@ -1,8 +1,8 @@
-"""Finds the cached pages that hold the beginning of a prompt, and gives up those least needed.
+"""Index of cached pages by the tokens they hold, which evicts those least needed.
 
 Pages form a tree, each below the page that holds the tokens before its own; partly filled pages are
 leaves. A full page's key, a hash of its parent's key and its own tokens, is what is remembered of
-it once it is given up. The index knows page ids only, not the tier of a page.
+it once it is evicted. The index knows page ids only, not the tier of a page.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from kvcache.prefix.tree import (
 
 @runtime_checkable
 class CachingPool(Protocol):
-    """What the index needs of the page pool."""
+    """Page pool, as far as the index uses it."""
 
     def acquire(self, page: int) -> None:
         """Takes a reference."""
         ...
 
     def release(self, page: int) -> None:
-        """Gives up a reference; the last one frees a page that is not cached."""
+        """Drops a reference; the last one frees a page that is not cached."""
         ...
 
     def cache(self, page: int) -> None:
@@ -83,7 +83,7 @@ class PrefixMatch:
 
 
 class Publication:
-    """How far a sequence's pages are known to the index. Made by `PrefixIndex.acquire`."""
+    """Progress of publishing a sequence's pages to the index. Made by `PrefixIndex.acquire`."""
 
     __slots__ = ("_entries", "_started")
 
@@ -164,13 +164,13 @@ class PrefixIndex:
             Where the sequence's publication starts.
 
         Raises:
-            ValueError: a page was given up since the match; nothing is taken.
+            ValueError: a page was evicted since the match; nothing is taken.
         """
         entries = match._entries
         pages = match.pages if match.partial is None else (*match.pages, match.partial[0])
         for page, entry in zip(pages, entries, strict=True):
             if entry.page != page:
-                raise ValueError(f"page {page} was given up since the match; match again")
+                raise ValueError(f"page {page} was evicted since the match; match again")
         used = list(entries)
         if match.partial is not None and 2 * match.partial[1] < len(used[-1].tokens) // 4:
             used.pop()  # Few shared tokens are no return to the conversation that wrote them.
@@ -272,7 +272,7 @@ class PrefixIndex:
             self._pool.release(page)
 
     def evict(self, now: int) -> bool:
-        """Gives up the unreferenced leaf whose next use is predicted furthest away.
+        """Evicts the unreferenced leaf whose next use is predicted furthest away.
 
         Looks at two leaves, and at one more for each referenced one that it passes.
 
@@ -281,7 +281,7 @@ class PrefixIndex:
         """
         for entry in self._leaves.furthest_first(now):
             if self._pool.references(entry.page) == 0:
-                self._give_up(entry)
+                self._evict(entry)
                 return True
         return False
 
@@ -325,7 +325,7 @@ class PrefixIndex:
         if entry.children:
             assert entry.rank is None, f"page {page} is ranked, but no leaf"
         elif self._pool.references(page) == 0:
-            assert entry.rank is not None, f"page {page} can never be given up"
+            assert entry.rank is not None, f"page {page} can never be evicted"
 
     def _insert(
         self, page: int, key: bytes, tokens: bytes, parent: Entry, started: int, now: int
@@ -371,7 +371,7 @@ class PrefixIndex:
         self._leaves.discard(entry)
 
     def _remove(self, entry: Entry) -> None:
-        """Takes a leaf out of the index; the page is free if nobody holds it."""
+        """Takes a leaf out of the index; the page is free if it has no references."""
         self._unlink(entry)
         page, entry.page = entry.page, -1
         del self._by_page[page]
@@ -386,7 +386,7 @@ class PrefixIndex:
         if not recovered and parent is not self._root and not parent.children:
             entry.interval = parent.interval
 
-    def _give_up(self, entry: Entry) -> None:
+    def _evict(self, entry: Entry) -> None:
         """Evicts a leaf of the order; its parent, if now a leaf, takes its turn among equals."""
         parent, rank = entry.parent, entry.rank
         assert parent is not None and rank is not None

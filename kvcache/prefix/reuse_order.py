@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 _INTERVAL_WEIGHT = 1 / 4  # of a page's newest interval, in its smoothed one
 _PRIOR_WEIGHT = 1 / 16  # of the newest interval of any page, in the prior
-_NEVER_REUSED = 2.0  # times the prior: a page that nobody came back to may be one of a single use
+_NEVER_REUSED = 2.0  # times the prior: a page that was never used again may be one of a single use
 _MAX_LOST = 1 << 16  # pages remembered after they are lost
 
 
@@ -39,7 +39,7 @@ class Reuse:
 
 
 class ReuseOrder[Page: Reuse]:
-    """Pages that may be given up, ordered by when they are due.
+    """Pages that may be evicted, ordered by when they are due.
 
     Adding and removing one is a binary search and a memmove of the pages behind it.
     """
@@ -101,7 +101,7 @@ class ReuseOrder[Page: Reuse]:
             self._prior = _smooth(self._prior, elapsed, _PRIOR_WEIGHT)
 
     def lose(self, page: Page, key: bytes) -> None:
-        """Remembers a page that is given up."""
+        """Remembers a page that is evicted."""
         self._lost[key] = (page.last_use, page.interval)
         if len(self._lost) > _MAX_LOST:
             del self._lost[next(iter(self._lost))]

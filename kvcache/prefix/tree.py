@@ -19,12 +19,12 @@ class Entry(Reuse):
     """A cached page.
 
     Attributes:
-        page: its id; -1 once given up, and for the root.
+        page: its id; -1 once evicted, and for the root.
         key: chain key of a full page; empty for a partly filled one, which has no children.
         tokens: its tokens, four bytes each.
         parent: entry of the page before it; None for the root only.
         children: entries of the pages after it, ordered by tokens.
-        lost_child: key of the child given up last.
+        lost_child: key of the child evicted last.
     """
 
     __slots__ = ("children", "key", "lost_child", "page", "parent", "tokens")

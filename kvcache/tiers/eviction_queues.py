@@ -128,7 +128,7 @@ class EvictionQueues:
         """All pages cold.
 
         Args:
-            states: the account of the pages.
+            states: bookkeeping of the pages.
             referenced: whether a sequence holds each page.
         """
         self._heat = np.zeros(states.num_pages, np.float32)
@@ -154,7 +154,7 @@ class EvictionQueues:
             return selected and referenced().item(page)
 
         def selected_host() -> Int[np.ndarray, " pages"]:
-            # Of long conversations that are idle, most pages have cooled down to nothing.
+            # Of long conversations that are idle, most pages have decayed to nothing.
             pages = states.pages_in(PageState.HOST)
             return pages[self._heat[pages] > 0]
 
@@ -178,7 +178,7 @@ class EvictionQueues:
         self._queues = (self.coldest, self.coldest_dirty, self.hottest_clean, self.hottest_host)
 
     def measure_heat(self) -> None:
-        """Notes that the heat of all pages is measured now, to be told by `update_heat`."""
+        """Notes that the heat of all pages is measured now, and comes with `update_heat`."""
         self._begun.clear()
 
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:

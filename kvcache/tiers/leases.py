@@ -5,7 +5,7 @@ class Leases:
     """Takes places from the free list, and gives them back.
 
     Attributes:
-        hot: places of each slot's row-cache rows, the oldest lease first.
+        row_cache: places of each slot's row cache, the oldest lease first.
         staging: places of the staging lease.
         changed: slots whose row-cache lease began or ended since the set was last cleared.
         num_revoked: row-cache leases that `revoke` ended.
@@ -17,7 +17,8 @@ class Leases:
         """No lease.
 
         Args:
-            free: places that nothing holds, the next one last; shared with the account of pages.
+            free: places that nothing holds, the next one last; shared with the bookkeeping of
+                pages.
             max_sequences: sequence slots.
             row_cache_pages: places of a row-cache lease.
             staging_pages: most places of the staging lease.
@@ -26,7 +27,7 @@ class Leases:
         self._max_sequences = max_sequences
         self._row_cache_pages = row_cache_pages
         self._staging_pages = staging_pages
-        self.hot: dict[int, tuple[int, ...]] = {}
+        self.row_cache: dict[int, tuple[int, ...]] = {}
         self.staging: list[int] = []
         self.changed: set[int] = set()
         self.num_revoked = 0
@@ -34,7 +35,7 @@ class Leases:
     @property
     def places(self) -> list[int]:
         """All places on lease."""
-        return [place for places in self.hot.values() for place in places] + self.staging
+        return [place for places in self.row_cache.values() for place in places] + self.staging
 
     def check_slot(self, slot: int) -> None:
         """Checks that a slot can get a row-cache lease.
@@ -44,17 +45,17 @@ class Leases:
         """
         if not 0 <= slot < self._max_sequences:
             raise ValueError(f"slot {slot} is not in 0 to {self._max_sequences - 1}")
-        if slot in self.hot:
+        if slot in self.row_cache:
             raise ValueError(f"slot {slot} has a row-cache lease")
 
     def lease_row_cache(self, slot: int) -> None:
         """Leases `row_cache_pages` free places to a slot without a lease."""
-        self.hot[slot] = tuple(self._free.pop() for _ in range(self._row_cache_pages))
+        self.row_cache[slot] = tuple(self._free.pop() for _ in range(self._row_cache_pages))
         self.changed.add(slot)
 
     def release_row_cache(self, slot: int) -> None:
         """Ends a slot's row-cache lease, if it has one."""
-        places = self.hot.pop(slot, None)
+        places = self.row_cache.pop(slot, None)
         if places is not None:
             self._free.extend(reversed(places))
             self.changed.add(slot)
@@ -68,8 +69,8 @@ class Leases:
         """Ends the staging lease, or else the oldest row-cache lease; False if there is neither."""
         if self.staging:
             self.release_staging()
-        elif self.hot:
-            self.release_row_cache(next(iter(self.hot)))
+        elif self.row_cache:
+            self.release_row_cache(next(iter(self.row_cache)))
             self.num_revoked += 1
         else:
             return False
@@ -81,6 +82,8 @@ class Leases:
         Raises:
             AssertionError: naming the one that does not.
         """
-        for slot, places in self.hot.items():
-            assert len(places) == self._row_cache_pages, f"slot {slot} has hot places {places}"
+        for slot, places in self.row_cache.items():
+            assert len(places) == self._row_cache_pages, (
+                f"slot {slot} has row-cache places {places}"
+            )
         assert len(self.staging) <= self._staging_pages, f"staging has places {self.staging}"

@@ -22,9 +22,9 @@ def lease_reserve(device_pages: int, num_running: int) -> int:
     return device_pages // 10 + num_running
 
 
-class PagePolicy:
-    """Cleans and promotes pages ahead of need, and leases row-cache rows and staging to those that
-    read host pages.
+class OffloadPolicy:
+    """Policy that offloads and onloads pages ahead of need, and leases row-cache rows and staging
+    to those that read host pages.
 
     Args:
         geometry: sizes of a store with a host tier.

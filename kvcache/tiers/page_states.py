@@ -10,7 +10,7 @@ NO_PAGE_INDEX = -1
 
 
 class PageState(enum.IntEnum):
-    """What a page is.
+    """State of a page.
 
     FREE: the id is unused. TAIL: being written, on the device. DIRTY: sealed (its confirmed rows
     never change again), only on the device. CLEAN: sealed, on the device and the host. HOST:
@@ -34,10 +34,10 @@ ALLOWED: Mapping[str, frozenset[PageState]] = {
     "start": frozenset({PageState.FREE}),
     "copy": _USED - {PageState.IMPORTING},
     "seal": frozenset({PageState.TAIL}),
-    "clean": frozenset({PageState.DIRTY}),
+    "offload": frozenset({PageState.DIRTY}),
     "drop": frozenset({PageState.CLEAN}),
-    "give up the host copy of": frozenset({PageState.CLEAN}),
-    "restore": frozenset({PageState.HOST}),
+    "drop the host copy of": frozenset({PageState.CLEAN}),
+    "onload": frozenset({PageState.HOST}),
     "begin to import": frozenset({PageState.FREE}),
     "end the import of": frozenset({PageState.IMPORTING}),
     "pin": _USED,
@@ -142,7 +142,7 @@ class PageStates:
         return self._with_codes(state, state + _PINNED)
 
     def num_droppable_in(self, state: PageState) -> int:
-        """How many droppable pages are CLEAN, or DIRTY."""
+        """Number of droppable pages that are CLEAN, or DIRTY."""
         return self._counts[state]
 
     def droppable_in(self, *states: PageState) -> Int[np.ndarray, " pages"]:

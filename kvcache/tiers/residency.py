@@ -24,20 +24,20 @@ class Residency(PageStates):
     most
     - device_pages less the pages that cannot leave the device, and
     - device_pages + host_pages less all pages that are not FREE, those not counted that `evict`
-      can give up.
+      can free.
     The second holds for one place whenever an id is FREE. So `start` fails only if every device
     place holds a page that cannot leave.
 
-    `evict` may give up any page that nobody references: the caller holds a reference on a page
-    that it copies or restores.
+    `evict` may take any page without references: the caller holds a reference on a page
+    that it copies or onloads.
 
     Attributes:
         changed_leases: slots whose row-cache lease began or ended. The caller clears it when it has
-            told the device.
+            updated the device.
         pages_offloaded: pages copied to the host.
-        pages_dropped: pages that gave up their device place.
+        pages_dropped: pages dropped from the device.
         pages_onloaded: pages copied back to the device.
-        host_copies_dropped: copies on the host given up.
+        host_copies_dropped: copies dropped from the host.
         pages_copied: pages started as a copy of another.
     """
 
@@ -64,7 +64,7 @@ class Residency(PageStates):
             staging_pages: most device places of the staging lease.
             moves: the queue of moves and map changes.
             referenced: whether a sequence holds each page.
-            evict: gives up one page that nobody references, by way of `forget`; False if there is
+            evict: evicts one page without references, by way of `forget`; False if there is
                 none.
             on_change: called with a page, the state it was in, and the one it is in now.
         """
@@ -91,12 +91,12 @@ class Residency(PageStates):
 
     @property
     def leases_revoked(self) -> int:
-        """Hot leases ended because their places were needed."""
+        """Row-cache leases ended because their places were needed."""
         return self._leases.num_revoked
 
     def leased_row_cache(self, slot: int) -> tuple[int, ...]:
         """Device places of a slot's row-cache lease; empty if it has none or it was revoked."""
-        return self._leases.hot.get(slot, ())
+        return self._leases.row_cache.get(slot, ())
 
     def start(self, page: int) -> None:
         """FREE to TAIL: gives a page a device place, making room if none is free.
@@ -146,7 +146,7 @@ class Residency(PageStates):
             ValueError: the page is not DIRTY.
             OutOfPagesError: no host place is free.
         """
-        self._check(page, "clean")
+        self._check(page, "offload")
         if not self._free_host:
             raise OutOfPagesError(f"page {page} needs a host place: raise host_memory_gib")
         host_page_index = self._free_host.pop()
@@ -170,7 +170,7 @@ class Residency(PageStates):
         Raises:
             ValueError: the page is not CLEAN.
         """
-        self._check(page, "give up the host copy of")
+        self._check(page, "drop the host copy of")
         self._place(page, PageState.DIRTY, self.device_page_index(page), NO_PAGE_INDEX)
         self.host_copies_dropped += 1
 
@@ -181,9 +181,9 @@ class Residency(PageStates):
             ValueError: the page is not HOST.
             OutOfPagesError: no place can be freed.
         """
-        self._check(page, "restore")
+        self._check(page, "onload")
         self.make_room(1)
-        self._check(page, "restore")
+        self._check(page, "onload")
         place = self._free_device.pop()
         self._moves.onload(self.host_page_index(page), place)
         self._place(page, PageState.CLEAN, place, self.host_page_index(page))
@@ -192,8 +192,8 @@ class Residency(PageStates):
     def begin_import(self, page: int, to_device: bool) -> None:
         """FREE to IMPORTING: gives a page one place, to be written after a flush.
 
-        For want of a free host place the hottest CLEAN page gives up its copy, or else a HOST page
-        is restored first.
+        For want of a free host place the hottest CLEAN page drops its copy, or else a HOST page
+        is onloaded first.
 
         Raises:
             ValueError: the page is not FREE.
@@ -281,7 +281,7 @@ class Residency(PageStates):
             self._queues.touch(page)
 
     def measure_heat(self) -> None:
-        """Notes that the heat of all pages is measured now, to be told by `update_heat`."""
+        """Notes that the heat of all pages is measured now, and comes with `update_heat`."""
         self._queues.measure_heat()
 
     def update_heat(self, heat: Float32[np.ndarray, " pages"]) -> None:
@@ -296,8 +296,8 @@ class Residency(PageStates):
         """Frees device places until `count` are free.
 
         The coldest pages are dropped, DIRTY ones after a copy to the host. For want of a free host
-        place the hottest CLEAN page gives up its copy, as it will be dropped last. Pages are
-        evicted only if there are no copies to give up, and leases revoked, staging before the
+        place the hottest CLEAN page drops its copy, as it will be dropped last. Pages are
+        evicted only if there are no copies to drop, and leases revoked, staging before the
         oldest row-cache lease, only if no more pages can be dropped.
 
         Raises:
@@ -311,7 +311,7 @@ class Residency(PageStates):
             assert page is not None, f"room for {self.room} pages, but none to drop"
             if self.state(page) is PageState.DIRTY:
                 if not self._free_host:
-                    self._give_up_copy()
+                    self._drop_host_copy()
                 self.offload(page)
             self.drop(page)
 
@@ -322,8 +322,8 @@ class Residency(PageStates):
         DIRTY pages, until free places and droppable CLEAN pages reach it together and the coldest
         page of all is CLEAN. Returns the number of pages.
         """
-        cleaned = 0
-        while cleaned < limit and self._free_host and self.num_free_device < self._watermark:
+        offloaded = 0
+        while offloaded < limit and self._free_host and self.num_free_device < self._watermark:
             page = self._queues.coldest_dirty.first()
             reserve = self.num_free_device + self.num_droppable_in(PageState.CLEAN)
             if page is None or (
@@ -331,23 +331,23 @@ class Residency(PageStates):
             ):
                 break
             self.offload(page)
-            cleaned += 1
-        return cleaned
+            offloaded += 1
+        return offloaded
 
     def onload_hottest(self, limit: int) -> int:
-        """Restores up to `limit` pages while more than twice the watermark of places are free.
+        """Onloads up to `limit` pages while more than twice the watermark of places are free.
 
         The hottest HOST pages that have been selected, and were referenced when heat was last
         updated and still are. Returns the number of pages.
         """
-        restored = 0
-        while restored < limit and self.num_free_device > 2 * self._watermark:
+        onloaded = 0
+        while onloaded < limit and self.num_free_device > 2 * self._watermark:
             page = self._queues.hottest_host.first()
             if page is None:
                 break
             self.onload(page)
-            restored += 1
-        return restored
+            onloaded += 1
+        return onloaded
 
     def check_integrity(self) -> None:
         """Proves that every place is held once, and that states agree with places.
@@ -384,7 +384,7 @@ class Residency(PageStates):
                 return False
         return True
 
-    def _give_up_copy(self) -> None:
+    def _drop_host_copy(self) -> None:
         page = self._queues.hottest_clean.first()
         assert page is not None, "room was counted for a copy that is not there"
         self.drop_host_copy(page)
@@ -399,7 +399,7 @@ class Residency(PageStates):
             self.make_room(1)
             page = self._queues.hottest_host.first()
             self.onload(self.pages_in(PageState.HOST).item(0) if page is None else page)
-        self._give_up_copy()
+        self._drop_host_copy()
 
     def _shortage(self, count: int) -> str:
         movable = self.num_free_device + self.num_droppable

@@ -22,7 +22,7 @@ LARGEST_BLOCK = 8192
 """Most elements of a block: 64 registers a thread, and 48 KiB of shared memory."""
 
 GRANULE = 256
-"""What the number of elements of a block must be a multiple of."""
+"""Divisor of the number of elements of a block."""
 
 NEVER = jnp.iinfo(jnp.int32).min
 """Key of what may not be chosen; no float32 but a NaN has it."""
@@ -52,7 +52,7 @@ def filled(size: int, value: int) -> Int[Array, " size"]:
 
 
 def count(mask: Bool[Array, " size"]) -> Int[Array, ""]:
-    """How many are set."""
+    """Number that are set."""
     return jnp.sum(mask.astype(jnp.int32))
 
 
@@ -169,7 +169,7 @@ def _farthest(size: int) -> int:
 
 
 def _unchosen_before(chosen: Bool[Array, " size"], buffer: Any) -> Int[Array, " size"]:
-    """How many before each element are not chosen.
+    """Number of elements before each that are not chosen.
 
     A running sum by doubling. Two halves share a word, as no sum of a half exceeds 16 bits.
     """

@@ -12,7 +12,7 @@ GPU_COMPILER_OPTIONS: Mapping[str, str | bool] = {
     # the operand that it writes in place.
     "xla_gpu_enable_dynamic_slice_fusion": False,
 }
-"""What `compile_for_h200` compiles with, and `jax.jit` on a GPU."""
+"""Compiler options of `compile_for_h200`, and of `jax.jit` on a GPU."""
 
 
 def gpu_options(mesh: Mesh) -> dict[str, str | bool] | None:

@@ -23,7 +23,7 @@ _overridden: contextvars.ContextVar[Implementation | None] = contextvars.Context
 
 @contextlib.contextmanager
 def override_implementation(implementation: Implementation) -> Iterator[None]:
-    """What operations traced meanwhile run where they are given no implementation.
+    """Overrides the default implementation of operations that are traced meanwhile.
 
     Shapes that a kernel does not support still run their reference. jax's caches are cleared before
     and after, since they hold what was traced with another preference.
@@ -66,7 +66,7 @@ def run(
 
 
 def default_implementation(unsupported: str | None = None) -> Implementation:
-    """What an operation that is traced now runs where it is given no implementation.
+    """Default implementation of an operation that is traced now.
 
     For callers of operations too: a kernel costs next to nothing where there is nothing to do, so
     it is called in any case, since a GPU's branches and loops wait for the host to read back their

@@ -36,7 +36,7 @@ def backends_are_initialized() -> bool:
 
 
 def num_devices(lowered: jax.stages.Lowered) -> int:
-    """How many devices a lowered program runs on.
+    """Number of devices that a lowered program runs on.
 
     Raises:
         RuntimeError: this is another version of jax.

@@ -53,7 +53,7 @@ def divide(dividend: Index, divisor: Index) -> tuple[Index, Index]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """What a kernel copies.
+    """Copies of a kernel.
 
     Attributes:
         count: number of transfers; those from there on cost nothing.

@@ -66,7 +66,7 @@ def spread(scale: Float[Array, "*rows groups"], width: int) -> Float[Array, "*ro
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """How a row of `latent_dim` and `rope_dim` numbers is stored.
+    """Stored form of a row of `latent_dim` and `rope_dim` numbers.
 
     Attributes:
         kind: "float32", "bfloat16" or "fp8".

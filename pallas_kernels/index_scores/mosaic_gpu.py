@@ -104,7 +104,7 @@ def _score(
     released: Ref,
     **own: Ref,
 ) -> None:
-    """What one warpgroup does: its share of every sequence's blocks of keys."""
+    """Body of one warpgroup: its share of every sequence's blocks of keys."""
     row_tile, block = lax.axis_index("row_tile"), lax.axis_index("block")
     warpgroup, num_blocks = lax.axis_index("warpgroup"), lax.axis_size("block")
     first_column = row_tile * plan.columns
@@ -136,7 +136,8 @@ def _score(
                 plgpu.copy_gmem_to_smem(weights_ref.at[sequence, columns], weights, loaded)
 
             group.score(pages_ref.at[sequence], scores, first, last, loaded)
-            # Once nobody reads queries and weights any more, others may be copied in their place.
+            # Once no warpgroup reads queries and weights any more, others may be copied in their
+            # place.
             plgpu.commit_smem()
             plgpu.barrier_arrive(released)
             pl.when(leads)(lambda: plgpu.barrier_wait(released))

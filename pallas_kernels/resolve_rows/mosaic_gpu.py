@@ -31,15 +31,15 @@ def unsupported(num_entries: int) -> str | None:
 
 
 def resolve_rows(
-    row_cache_row: Int[Array, "slots groups hot"],
-    row_cache_mean: Float[Array, "slots groups hot"],
+    row_cache_row: Int[Array, "slots groups entries"],
+    row_cache_mean: Float[Array, "slots groups entries"],
     row_cache_entry: Int[Array, "slots context"],
     row_cache_page: Int[Array, "slots row_cache_pages"],
     slots: Int[Array, " sequences"],
     group: int | Int[Array, ""],
     rows: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences entries"],
     *,
     first_host_row: int,
     rows_per_page: int,
@@ -109,12 +109,12 @@ def resolve_rows(
     nth = jnp.clip(place - (ends - staged)[whose], 0, victims.shape[1] - 1)
     host_rows = located[whose, entries[whose, nth]] - first_host_row
     device_rows = physical(sequence[whose, 0], victims[whose, nth])
-    slot, hot = found(row_cache_row, row_cache_entry)
+    slot, cached = found(row_cache_row, row_cache_entry)
     return Resolution(
         row_cache_row,
         row_cache_mean,
         row_cache_entry,
-        jnp.where(hot, physical(sequence, slot), located).reshape(shape),
+        jnp.where(cached, physical(sequence, slot), located).reshape(shape),
         jnp.where(place < ends[-1], host_rows, 0),
         jnp.where(place < ends[-1], device_rows, 0),
         ends[-1],
@@ -150,13 +150,13 @@ def _first_to_miss(
 
 
 def _plan(
-    row_cache_row: Int[Array, "slots groups hot"],
-    row_cache_mean: Float[Array, "slots groups hot"],
+    row_cache_row: Int[Array, "slots groups entries"],
+    row_cache_mean: Float[Array, "slots groups entries"],
     slots: Int[Array, " sequences"],
     leased: Bool[Array, " sequences"],
     group: Int[Array, ""],
-    row_cache_scores: Float[Array, "sequences hot"],
-    used: Int[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences entries"],
+    used: Int[Array, "sequences entries"],
     first: Bool[Array, "sequences selected"],
     interpret: Any,
 ) -> tuple[
@@ -164,7 +164,7 @@ def _plan(
     Int[Array, "sequences staged"],
     Int[Array, " sequences"],
     Int[Array, " sequences"],
-    Float[Array, "slots groups hot"],
+    Float[Array, "slots groups entries"],
 ]:
     """Entries to replace and the misses that replace them, and the new running means.
 

@@ -10,15 +10,15 @@ from pallas_kernels.resolve_rows.reference import Resolution
 
 
 def resolve_rows(
-    row_cache_row: Int[Array, "slots groups hot"],
-    row_cache_mean: Float[Array, "slots groups hot"],
+    row_cache_row: Int[Array, "slots groups entries"],
+    row_cache_mean: Float[Array, "slots groups entries"],
     row_cache_entry: Int[Array, "slots context"],
     row_cache_page: Int[Array, "slots row_cache_pages"],
     slots: Int[Array, " sequences"],
     group: int | Int[Array, ""],
     rows: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences entries"],
     first_host_row: int,
     rows_per_page: int,
     *,

@@ -1,4 +1,4 @@
-"""Hot-row resolution in plain jax.numpy: gathers, running counts and a threshold, no sort.
+"""Resolution of selected rows in plain jax.numpy: gathers, running counts and a threshold, no sort.
 
 A sequence has a fixed number of row-cache rows for each index group. `row_cache_row` says what each
 holds, and `row_cache_entry` is the way back: filled in from `row_cache_row` when it is needed, it
@@ -19,7 +19,7 @@ _LARGEST = jnp.iinfo(jnp.int16).max
 
 
 class Resolution(NamedTuple):
-    """What `resolve_rows` finds.
+    """Result of `resolve_rows`.
 
     Attributes:
         row_cache_row: the new state.
@@ -31,12 +31,12 @@ class Resolution(NamedTuple):
         device_rows: int32 [misses], rows of a layer to stage them in.
         num_staged: int32, how many of these lists are valid.
         staged: int32 [sequences], how many of them are each sequence's.
-        hits: int32 [sequences], selected rows that were hot.
+        hits: int32 [sequences], selected rows that were in the row cache.
         misses: int32 [sequences], different selected rows that were not.
     """
 
-    row_cache_row: Int[Array, "slots groups hot"]
-    row_cache_mean: Float[Array, "slots groups hot"]
+    row_cache_row: Int[Array, "slots groups entries"]
+    row_cache_mean: Float[Array, "slots groups entries"]
     row_cache_entry: Int[Array, "slots context"]
     row_ids: Int[Array, "sequences rows k"]
     host_rows: Int[Array, " misses"]
@@ -48,15 +48,15 @@ class Resolution(NamedTuple):
 
 
 def resolve_rows(
-    row_cache_row: Int[Array, "slots groups hot"],
-    row_cache_mean: Float[Array, "slots groups hot"],
+    row_cache_row: Int[Array, "slots groups entries"],
+    row_cache_mean: Float[Array, "slots groups entries"],
     row_cache_entry: Int[Array, "slots context"],
     row_cache_page: Int[Array, "slots row_cache_pages"],
     slots: Int[Array, " sequences"],
     group: int | Int[Array, ""],
     rows: Int[Array, "sequences rows k"],
     located: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences hot"],
+    row_cache_scores: Float[Array, "sequences entries"],
     first_host_row: int,
     rows_per_page: int,
 ) -> Resolution:
@@ -71,7 +71,7 @@ def resolve_rows(
     rows = jnp.where(wanted, rows.reshape(flat), 0)
     target = jnp.where(wanted, sequence, num_slots)  # where state is written, or dropped
 
-    held = row_cache_row[sequence[:, 0], group]  # [sequences, hot]
+    held = row_cache_row[sequence[:, 0], group]  # [sequences, entries]
     numbers = jnp.broadcast_to(jnp.arange(num_entries, dtype=row_cache_entry.dtype), held.shape)
     listed = jnp.where((held >= 0) & leased[:, None], sequence, num_slots)
     row_cache_entry = row_cache_entry.at[listed, held].set(numbers, mode="drop")
@@ -123,12 +123,12 @@ def resolve_rows(
     lists = jnp.zeros((2, num_sequences * min(flat[1], num_entries)), jnp.int32)
     both = jnp.stack([(located - first_host_row).reshape(-1), physical(victim).reshape(-1)])
     host_rows, device_rows = lists.at[:, place].set(both, mode="drop")
-    slot, hot = found(held, row_cache_entry)
+    slot, cached = found(held, row_cache_entry)
     return Resolution(
         row_cache_row.at[changed, group].set(held, mode="drop"),
         row_cache_mean.at[changed, group].set(mean, mode="drop"),
         row_cache_entry,
-        jnp.where(hot, physical(slot), located).reshape(shape),
+        jnp.where(cached, physical(slot), located).reshape(shape),
         host_rows,
         device_rows,
         jnp.sum(staged),
@@ -139,10 +139,10 @@ def resolve_rows(
 
 
 def _lowest(
-    values: Float[Array, "sequences hot"],
-    allowed: Bool[Array, "sequences hot"],
+    values: Float[Array, "sequences entries"],
+    allowed: Bool[Array, "sequences entries"],
     count: Int[Array, " sequences"],
-) -> tuple[Int[Array, "sequences hot"], Int[Array, " sequences"]]:
+) -> tuple[Int[Array, "sequences entries"], Int[Array, " sequences"]]:
     """The `count` allowed slots of the lowest values, as far as there are, in order of their
     numbers; of equal values the first slots. Returns them, and how many."""
     count = jnp.minimum(count, jnp.sum(allowed, axis=1))

@@ -16,7 +16,7 @@ class ResolveSpec:
         sequences: sequences of the step.
         rows: query rows of each.
         k: selected rows of each.
-        hot: row-cache rows of a sequence.
+        entries: row-cache rows of a sequence.
         context: most rows of a sequence on a device.
         groups: index groups.
         rows_per_page: rows of a page on a device.
@@ -26,7 +26,7 @@ class ResolveSpec:
     sequences: int
     rows: int
     k: int
-    hot: int
+    entries: int
     context: int
     groups: int
     rows_per_page: int
@@ -45,24 +45,24 @@ class ResolveSpec:
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The traced arguments of `resolve_rows`; the first three are the state."""
-        state = (self.slots, self.groups, self.hot)
+        state = (self.slots, self.groups, self.entries)
         selected = (self.sequences, self.rows, self.k)
         shapes: list[tuple[tuple[int, ...], Any]] = [
             (state, jnp.int32),
             (state, jnp.float32),
             ((self.slots, self.context), jnp.int16),
-            ((self.slots, self.hot // self.rows_per_page), jnp.int32),
+            ((self.slots, self.entries // self.rows_per_page), jnp.int32),
             ((self.sequences,), jnp.int32),
             ((), jnp.int32),
             (selected, jnp.int32),
             (selected, jnp.int32),
-            ((self.sequences, self.hot), jnp.float32),
+            ((self.sequences, self.entries), jnp.float32),
         ]
         return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
 
 
-def _glm(sequences: int, rows: int, hot: int) -> ResolveSpec:
-    return ResolveSpec(sequences, rows, 2048, hot, 131072, 22, 64, 1 << 20)
+def _glm(sequences: int, rows: int, entries: int) -> ResolveSpec:
+    return ResolveSpec(sequences, rows, 2048, entries, 131072, 22, 64, 1 << 20)
 
 
 SPECS = {
@@ -86,14 +86,14 @@ def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> li
         rng: where they come from.
         on_host: fraction of the rows of a sequence that are host rows.
     """
-    context, hot = spec.context, spec.hot
-    held = np.full((spec.slots, spec.groups, hot), -1)
-    for group in held.reshape(-1, hot):
-        number = rng.integers(min(hot, context) + 1)
-        group[rng.permutation(hot)[:number]] = rng.permutation(context)[:number]
+    context, entries = spec.context, spec.entries
+    held = np.full((spec.slots, spec.groups, entries), -1)
+    for group in held.reshape(-1, entries):
+        number = rng.integers(min(entries, context) + 1)
+        group[rng.permutation(entries)[:number]] = rng.permutation(context)[:number]
     # Few values, so that many are equal, zeros of both signs among them.
     mean = rng.choice(np.array([-1, -0.0, 0.0, 2, np.nan, -np.inf]), held.shape)
-    places = np.arange(spec.slots * (hot // spec.rows_per_page))
+    places = np.arange(spec.slots * (entries // spec.rows_per_page))
     pages = rng.permutation(places).reshape(spec.slots, -1)
     pages[rng.random(spec.slots) < 0.15] = -1
     slots = rng.permutation(spec.slots)[: spec.sequences]
@@ -109,7 +109,7 @@ def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> li
     )
     located = where[slots[:, None, None], rows]
     located[(rng.random(selected) < 0.1) | (slots < 0)[:, None, None]] = -1
-    scores = rng.integers(-2, 3, (spec.sequences, hot))
+    scores = rng.integers(-2, 3, (spec.sequences, entries))
     group = rng.integers(spec.groups)
     values = (held, mean, junk, pages, slots, group, rows, located, scores)
     return [

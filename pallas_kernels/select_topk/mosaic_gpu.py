@@ -105,7 +105,7 @@ def _finish(
 def _take(
     values: Shaped[Array, "lists rows width"], index: Int[Array, "blocks rows kept"]
 ) -> Shaped[Array, "blocks rows kept"]:
-    """What indices name in a row of all lists; where they are -1, -inf or -1."""
+    """Entries that indices name in a row of all lists; where they are -1, -inf or -1."""
     _, num_rows, width = values.shape
     named = jnp.maximum(index, 0)
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
@@ -190,7 +190,7 @@ def _block(
     start = jnp.minimum(begin, num_lists * width - size)
 
     def candidates(reference: Any) -> jax.Array:
-        """What the block has of a row of all lists."""
+        """Part of a row of all lists that the block has."""
         if num_lists == 1:
             return block_selection.load(reference.at[0, row], start, size)
         first_list = lax.div(start, width)

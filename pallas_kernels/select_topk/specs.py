@@ -75,7 +75,7 @@ def positions_of(spec: SelectSpec) -> Int[Array, " context"]:
 def selections(
     spec: SelectSpec, rng: np.random.Generator, tied: bool
 ) -> tuple[Float[Array, "shards rows k"], Int[Array, "shards rows k"]]:
-    """What the devices selected, in no order, some of them less than k."""
+    """Selections of the devices, in no order, some of them less than k."""
     shape = (spec.shards, spec.num_rows, spec.k)
     scores = rng.integers(0, 3, shape) - 1.0 if tied else rng.normal(size=shape)
     # Every row has positions of its own, those of a device congruent.

@@ -32,7 +32,7 @@ _BARRIER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelReport:
-    """What a Pallas kernel takes of an H200.
+    """Resources that a Pallas kernel takes of an H200.
 
     Attributes:
         name: of the kernel's function.
@@ -97,7 +97,7 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
-    """What a program does on one H200 of those that it was compiled for.
+    """Report of a program on one H200 of those that it was compiled for.
 
     Attributes:
         kernels: its Pallas kernels; those of the same name and figures once.
@@ -139,7 +139,7 @@ class CompileReport:
 
     @property
     def temp_bytes(self) -> int:
-        """What is needed besides arguments and outputs, in both memories."""
+        """Bytes needed besides arguments and outputs, in both memories."""
         return self.device.temp_bytes + self.host.temp_bytes
 
 

@@ -98,14 +98,14 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs, None if that is known only when it does."""
+        """Trip count of a loop, None if it is known only when it runs."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.backend_config)
         return int(found[1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
-    """What is given to a device at once.
+    """Work that is given to a device at once.
 
     Attributes:
         kind: opcode, or the target of a custom call.
@@ -148,13 +148,13 @@ class HloProgram:
         return cls(computations, entry)
 
     def instructions(self) -> Iterator[Instruction]:
-        """Every instruction of every computation."""
+        """Instructions of all computations."""
         for computation in self.computations.values():
             yield from computation
 
     @functools.cached_property
     def executed(self) -> Mapping[str, int]:
-        """How often each computation that launches something runs, by name.
+        """Runs of each computation that launches something, by name.
 
         A loop's body counts as often as it runs; where that is known only at run time, it counts
         once, and so does its condition. Of a conditional's branches, the longest one counts.

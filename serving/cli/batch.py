@@ -98,7 +98,7 @@ class _Progress(contextlib.AbstractContextManager):
 
 
 def _served_names(model: str) -> list[str]:
-    """What requests may call the model: the value of `--model`, and its last part."""
+    """Names that requests may call the model: the value of `--model`, and its last part."""
     return list(dict.fromkeys(name for name in (model, Path(model).name) if name))
 
 

@@ -67,14 +67,14 @@ def load_model(options: argparse.Namespace) -> LLM:
 
 
 def _format_name(text: str) -> str:
-    """A format of numbers, or an error that tells what it is called here."""
+    """A format of numbers, or an error with its name here."""
     if text in FORMAT_NAMES:
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r}: {FORMAT_NAMES[text]}")
     return text
 
 
 def _parsing(kind: Any) -> dict[str, Any]:
-    """How argparse is to read a value of a field's type."""
+    """Function with which argparse reads a value of a field's type."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         return {"choices": choices} | ({"type": _format_name} if "float32" in choices else {})

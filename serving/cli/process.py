@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 STANDARD = "-"
-"""What names a standard stream in place of a file."""
+"""Name of a standard stream in place of a file."""
 
 LOG_LEVEL_VARIABLE = "GLM53_LOG_LEVEL"
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartError(Exception):
-    """What a command needs could not be loaded or started; the message is for its user."""
+    """A command could not load or start something that it needs; the message is for its user."""
 
 
 class _Terminated(KeyboardInterrupt):
@@ -120,7 +120,7 @@ def starting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(file: str) -> Iterator[None]:
-    """Has any OSError of the system tell the file that it is about; its kind stays.
+    """Has any OSError of the system name the file that it is about; its kind stays.
 
     Args:
         file: its role and name, as the user knows it.
@@ -177,7 +177,7 @@ def _is_ending(error: BaseException | None) -> bool:
 
 
 def _message(error: Exception) -> str | None:
-    """The line for a user, None for an exception that nobody expects."""
+    """The line for a user, None for an unexpected exception."""
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return f"out of memory ({_first_line(error)}): {_OUT_OF_MEMORY}"
     if isinstance(error, ImportError):

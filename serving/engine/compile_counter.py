@@ -14,7 +14,7 @@ _listening = False
 class CompileCounter:
     """Counts programs compiled, or read from the persistent cache, since it was made.
 
-    All of the process count: jax does not tell for whom it compiles.
+    All of the process count: jax does not say for whom it compiles.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class CompileCounter:
 
 
 def _listen() -> None:
-    """Registers with jax, once a process: there is no end to it that counters could tell."""
+    """Registers with jax, once a process: counters have no end at which to unregister."""
     global _listening
     with _lock:
         if not _listening:

@@ -14,7 +14,7 @@ from glm53.terminal import terminal_columns
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
-"""How long nothing is said: programs that are kept are traced and read in less."""
+"""Seconds without a notice: programs that are kept are traced and read in less."""
 
 _given = contextvars.ContextVar("given", default=False)
 

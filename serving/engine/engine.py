@@ -128,7 +128,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """What plans the steps: another one after a step that failed."""
+        """Scheduler of the steps: another one after a step that failed."""
         return self._state.scheduler
 
     @property
@@ -212,7 +212,7 @@ class Engine:
         return self._state.change_or_raise(partial(self._transfer.read, path))
 
     def metrics(self) -> LoopMetrics:
-        """How the engine stands."""
+        """Metrics of the engine now."""
         scheduled, residency = self.scheduler.counters, self.runner.cache.residency
         return LoopMetrics(
             num_waiting=self.scheduler.num_waiting,

@@ -35,7 +35,7 @@ class EngineCounters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopMetrics:
-    """How an engine stood at the end of a step.
+    """Metrics of an engine at the end of a step.
 
     All but the numbers of sequences and pages are counts since the start, which only grow.
 

@@ -39,7 +39,7 @@ _SCORED_ROWS = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """What a launch gave for one sequence.
+    """Result of a launch for one sequence.
 
     Attributes:
         sequence: the sequence.
@@ -145,12 +145,12 @@ class ModelRunner:
         """Forgets all sequences and builds an empty store, as after a step that failed."""
         self._whole = False
         self._closed, self.cache.total = self.counters, CacheCounters()
-        # Given up first: memory may not hold a second store.
+        # Freed first: memory may not hold a second store.
         self._delete_store()
         self._start_empty()
 
     def delete(self) -> None:
-        """Gives up the memory of parameters and store; nothing can be launched any more."""
+        """Frees the memory of parameters and store; nothing can be launched any more."""
         self._whole = False
         self._delete_store()
         for array in jax.tree.leaves(self.params):
@@ -175,7 +175,7 @@ class ModelRunner:
 
     @property
     def counters(self) -> CacheCounters:
-        """What the cache did for all sequences that have ended."""
+        """Counters of the cache for all sequences that have ended."""
         return self._closed + self.cache.total
 
     @property
@@ -260,7 +260,7 @@ class ModelRunner:
         if chunk.is_last:
             launched = self._choose([sequence], slots, output)
         else:
-            # Its greedy choice, which nobody wants, tells when it is done.
+            # Its greedy token, which is not used, shows when it is done.
             launched = _start_transfers(
                 Launched([sequence], slots, output.next_token, output.reads, chooses=False)
             )
@@ -276,7 +276,7 @@ class ModelRunner:
         return self._choose(list(batch.values()), slots, output)
 
     def results(self, launched: Launched) -> list[SequenceResult]:
-        """What a launch gave, in the order of its sequences; waits until the device is done.
+        """Results of a launch, in the order of its sequences; waits until the device is done.
 
         Launches are asked for theirs in their order.
 
@@ -296,8 +296,8 @@ class ModelRunner:
         if launched.reads is None:
             reads = np.zeros((len(sequences), len(READS)), np.int64)
         else:
-            told = np.asarray(launched.reads)[: len(sequences)]
-            reads = self.cache.note_reads(launched.slots[: len(sequences)], told)
+            read = np.asarray(launched.reads)[: len(sequences)]
+            reads = self.cache.note_reads(launched.slots[: len(sequences)], read)
         return [
             SequenceResult(
                 sequence, token if launched.chooses else None, entry, read, launched.start, prompt
@@ -411,7 +411,7 @@ class ModelRunner:
 
     @property
     def _scored_counts(self) -> tuple[int, ...]:
-        """How many of the best tokens are found: as many as may be asked for, or all."""
+        """Numbers of best tokens that can be found: as many as may be asked for, or all."""
         vocab_size = self.config.vocab_size
         return tuple(sorted({min(MAX_LOGPROBS, vocab_size), vocab_size}))
 

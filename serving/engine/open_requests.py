@@ -8,7 +8,7 @@ from serving.requests.request import Continuation, Request
 
 
 class OpenRequests:
-    """What the engine knows of requests apart from their rows.
+    """Requests that have not ended, apart from their rows.
 
     Everything else that it keeps can be built anew from this, so nothing here depends on the
     scheduler, the cache or the device.

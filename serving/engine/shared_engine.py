@@ -146,7 +146,7 @@ class SharedEngine:
 
 
 def dereference[Referent](reference: weakref.ref[Referent]) -> Referent:
-    """What an iterator of an LLM refers to.
+    """Follows the weak reference of an iterator to its LLM.
 
     Raises:
         RuntimeError: it is gone.

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState:
-    """What changes from step to step.
+    """State of the engine that changes from step to step.
 
     Only `requests` outlives a change that does not run to its end. Scheduler, cache and store are
     then built from nothing: what they were like is not looked at.
@@ -103,7 +103,7 @@ class EngineState:
         self._renew_scheduler()
 
     def delete(self) -> None:
-        """Ends everything and gives up the memory; nothing may follow."""
+        """Ends everything and frees the memory; nothing may follow."""
         self._end(self.requests.requests, None)
         self.in_flight = []
         self.runner.delete()

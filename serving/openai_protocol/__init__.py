@@ -19,7 +19,7 @@ ROUTES: Mapping[str, Callable[[Any, Sequence[str]], APIRequest]] = {
     "/v1/chat/completions": read_chat_request,
     "/v1/completions": read_completion_request,
 }
-"""What understands the body of a request, by route."""
+"""Parsers of the bodies of requests, by route."""
 
 __all__ = [
     "ROUTES",

@@ -120,7 +120,7 @@ def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatResponder:
-    """What the response to a request depends on, besides the outputs.
+    """Parts of a request that its response depends on, besides the outputs.
 
     Attributes:
         model: the name that the request gave the model.

@@ -96,7 +96,7 @@ def _prompts(value: Any) -> list[Prompt]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionResponder:
-    """What the response to a request depends on, besides the outputs.
+    """Parts of a request that its response depends on, besides the outputs.
 
     Attributes:
         model: the name that the request gave the model.
@@ -200,7 +200,7 @@ def _parts(
 
 
 def _offsets(detokenizer: IncrementalDetokenizer, token_ids: Sequence[int]) -> list[int]:
-    """How many characters are complete before each token."""
+    """Number of characters that are complete before each token."""
     length, offsets = 0, []
     for token in token_ids:
         offsets.append(length)

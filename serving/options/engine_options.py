@@ -26,7 +26,7 @@ _BATCHED_TOKENS, _BATCHED_TOKENS_ON_CPU = 8192, 512
 @explain_unknown_names(ENGINE_NAMES)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine is to run a model.
+    """Options with which an engine runs a model.
 
     Attributes:
         model: "tiny", which is built in, or a checkpoint directory.

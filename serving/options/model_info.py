@@ -50,7 +50,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class CacheSize:
-    """What the KV cache takes in one format of rows and index keys.
+    """Size of the KV cache in one format of rows and index keys.
 
     Attributes:
         row_kind: the format.

@@ -61,7 +61,7 @@ ENGINE_NAMES: Mapping[str, str] = {
         "tokenizer_revision",
     ),
     **_each("the checkpoint says how it is quantised", "quantization", "quantization_config"),
-    **_each("the files of the model's directory tell their format", "load_format"),
+    **_each("the files of the model's directory show their format", "load_format"),
     **_each("no code of a checkpoint is run", "trust_remote_code"),
     **_each(
         "model is a directory, and nothing is downloaded",

@@ -118,7 +118,7 @@ def resolve_geometry(
         index_topk: rows that a token selects.
 
     Raises:
-        ValueError: memory is too small for one sequence, the device does not tell its memory, or
+        ValueError: memory is too small for one sequence, the device does not report its memory, or
             the device pages are too few for a host tier, or jax may not pin so much host memory.
         NotImplementedError: rows that no kernel can read in host memory, on a GPU; or a host tier
             on another accelerator.
@@ -189,7 +189,7 @@ def _fitting_pages(
 ) -> tuple[int, int]:
     """Device and host pages for which there is memory, as far as all sequences can use them.
 
-    `more` tells how the devices could hold more.
+    `more` says how the devices could hold more.
     """
     needed = one_page.max_sequences * one_page.max_pages_per_sequence
     without_host, _ = one_page.pages_within(device_bytes, 0)
@@ -299,7 +299,8 @@ def _host_bytes(options: StoreOptions, on_cpu: bool) -> int:
 
 
 def _free_host_bytes() -> int:
-    """Memory that is free or would be given back by the system's caches; 0 where it is not told."""
+    """Memory that is free or would be given back by the system's caches; 0 where it is not
+    reported."""
     if not _MEMORY_INFO.is_file():
         return 0
     lines = _MEMORY_INFO.read_text().splitlines()
@@ -311,7 +312,7 @@ def _free_bytes(device: Any, memory_fraction: float | int) -> int:
         return _CPU_BYTES
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
-        raise ValueError(f"{device} does not tell its memory: set device_pages")
+        raise ValueError(f"{device} does not report its memory: set device_pages")
     return max(int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"], 0)
 
 

@@ -255,7 +255,7 @@ class InputProcessor:
             sampling = dataclasses.replace(sampling, seed=_seed(params, number))
         return Continuation(
             token_ids,
-            # The first continuation tells of the prompt, for all.
+            # The first continuation carries the prompt, for all.
             params if number == 0 else dataclasses.replace(params, prompt_logprobs=None),
             max_tokens,
             self._stop_ids(params),
@@ -266,7 +266,7 @@ class InputProcessor:
         )
 
     def _sampling(self, token_ids: list[int], params: SamplingParams) -> SlotSampling | None:
-        """What the sampler needs to know, but for the seed of each continuation."""
+        """Sampler's part of the parameters, without the seed of each continuation."""
         plain = all(getattr(params, name) == off for name, off in _BEYOND_GREEDY.items())
         listed = params.logit_bias or params.allowed_token_ids or params.bad_words
         if params.temperature == 0 and plain and not listed:
@@ -389,7 +389,7 @@ def _render(prompt: Mapping[str, Any]) -> str:
 
 
 def _id_list(value: object) -> Sequence[Any] | None:
-    """What may be token ids, as a sequence of Python's numbers; None for all else."""
+    """Possible token ids as a sequence of Python's numbers; None for all else."""
     if isinstance(value, ArrayLike) and not isinstance(value, type):
         array = np.asarray(value)
         return array.tolist() if array.ndim == 1 else None
@@ -399,7 +399,7 @@ def _id_list(value: object) -> Sequence[Any] | None:
 
 
 def _kind_of_prompts(entry: object) -> str | None:
-    """What a list that begins so holds in place of token ids, if that is prompts."""
+    """Kind of prompts in a list that begins so, if it does not hold token ids."""
     kinds = {"texts": str, "messages or other dicts": Mapping, "lists": Sequence}
     return next((name for name, kind in kinds.items() if isinstance(entry, kind)), None)
 

@@ -29,7 +29,7 @@ class Continuation:
     Attributes:
         token_ids: the prompt.
         params: how to continue, nothing left out.
-        max_tokens: most tokens to generate, the model's length limit taken into account.
+        max_tokens: maximum tokens to generate, the model's length limit taken into account.
         stop_ids: ids that end the output.
         sampling: what the sampler needs to know, None for plain greedy decoding.
         text: its text, or None without a tokenizer or `detokenize`.
@@ -108,7 +108,7 @@ class Continuation:
             self.text.finish()
 
     def output(self, index: int) -> CompletionOutput:
-        """What there is so far."""
+        """Output so far."""
         wanted = self.params.logprobs is not None
         if self.params.max_tokens == 0:
             return CompletionOutput(
@@ -135,7 +135,7 @@ class Continuation:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """What a caller asked for.
+    """Request of a caller.
 
     Attributes:
         request_id: its name within the engine.
@@ -189,7 +189,7 @@ class Request:
                 self.ended = time.monotonic()
 
     def output(self) -> RequestOutput:
-        """What there is so far; only the prompt's text and the error if it failed."""
+        """Output so far; only the prompt's text and the error if it failed."""
         if self.error is not None:
             return failed_output(self.request_id, describe_error(self.error), self.prompt)
         first = self.continuations[0]

@@ -50,7 +50,7 @@ class RequestStream:
         return self._ended
 
     def output(self) -> RequestOutput:
-        """What there is so far. Of a request that failed, it has `error`."""
+        """Output so far. Of a request that failed, it has `error`."""
         self._access.check_process()
         with self._output_lock:
             return self._request.output()
@@ -91,7 +91,7 @@ class RequestStream:
                 if ended:
                     break
                 output = self.output()
-                seen = max(seen, output.num_output_tokens)  # may be ahead of what was told
+                seen = max(seen, output.num_output_tokens)  # may be ahead of what was returned
                 # The finished one comes when the engine has closed it.
                 if not output.finished:
                     yield output
@@ -163,7 +163,7 @@ class RequestStream:
         self.notify()
 
     def notify(self) -> None:
-        """Tells those that wait that the request's output has grown, or ended; for the loop."""
+        """Notifies those that wait that the request's output has grown, or ended; for the loop."""
         with self._changed:
             self._num_tokens = self._request.num_output_tokens
             self._ended = self._request.finished

@@ -17,7 +17,7 @@ _BITS = 31
 def token_distances(
     logits: Float[Array, "rows vocab"], temperature: Float[Array, " rows"]
 ) -> Float[Array, "rows vocab"]:
-    """How far each logit is below the row's largest, in units of the temperature; inf is masked."""
+    """Distance of each logit below its row's largest, in units of temperature; inf is masked."""
     return (logits.max(axis=1, keepdims=True) - logits) / temperature[:, None]
 
 

@@ -135,5 +135,5 @@ class Sampler:
 
     def warm_up(self, state: SamplingState) -> SamplingState:
         """Compiles `assign` by an assignment to no slot; the state is donated."""
-        nobody = SlotSampling(seed=0).as_state(self.vocab_size)
-        return self._assign(state, np.int32(-1), nobody)
+        no_sampling = SlotSampling(seed=0).as_state(self.vocab_size)
+        return self._assign(state, np.int32(-1), no_sampling)

@@ -101,7 +101,7 @@ def _repeat(count: int, mesh: Mesh) -> Callable[[SamplingState], SamplingState]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotSampling:
-    """How one request chooses its tokens, on the host, with vLLM's names and meanings.
+    """Sampling of one request, on the host, with vLLM's names and meanings.
 
     Attributes:
         temperature: below 1e-5 is greedy.

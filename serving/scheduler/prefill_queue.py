@@ -5,7 +5,7 @@ import heapq
 from serving.scheduler.sequence import ScheduledSequence
 
 Order = tuple[int, int, float, int]
-Entry = tuple[Order, int, ScheduledSequence]  # the second, a ticket, tells entries apart
+Entry = tuple[Order, int, ScheduledSequence]  # the second, a ticket, makes entries distinct
 
 
 class PrefillQueue:

@@ -63,9 +63,9 @@ class Scheduler:
     """Decides who starts, whose prompt goes on, who decodes, and who is preempted.
 
     Prompts are computed in the order of `PrefillQueue`, those that have begun and those that have
-    not alike. The best of the latter, if it does not fit, holds up those behind it, and nobody
-    else. Sequences get pages as they grow; when these are short, the youngest of lowest priority is
-    preempted, and computed again from what the cache has kept. So the oldest of highest priority
+    not alike. The best of the latter, if it does not fit, holds up those behind it, and no
+    others. Sequences get pages as they grow; when these are short, the youngest of lowest priority
+    is preempted, and computed again from what the cache has kept. So the oldest of highest priority
     always ends.
 
     A step has chunks of at most `max_num_batched_tokens` tokens together, and one at least if any
@@ -241,7 +241,7 @@ class Scheduler:
         """
         while True:
             batch = self._slots.decoding.copy()
-            # Their first token is known at the end of the next step, in time to tell the cache.
+            # Their first token is known at the end of the next step, in time for the cache.
             for slot in self._chosen_now:
                 batch.pop(slot, None)
             if not batch or self._cache.can_prepare(dict.fromkeys(batch, 1)):

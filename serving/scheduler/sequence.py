@@ -12,7 +12,7 @@ from kvcache.prefix.tree import EncodedTokens
 class Schedulable(Protocol):
     """A prompt and what has been generated for it: `serving.requests.request.Continuation`.
 
-    Told apart by identity. The scheduler reads it and never changes it.
+    Compared by identity. The scheduler reads it and never changes it.
 
     Attributes:
         token_ids: the prompt.

@@ -8,7 +8,7 @@ from kvcache.counters import CacheCounters
 
 @runtime_checkable
 class SequenceCache(Protocol):
-    """Sequences in numbered slots and their pages: `kvcache.KVCache`, or an account of one."""
+    """Sequences in numbered slots and their pages: `kvcache.KVCache`, or a simulation of one."""
 
     def open(
         self,
@@ -19,7 +19,7 @@ class SequenceCache(Protocol):
         use_prefix: bool = True,
         spare_pages: int = 0,
     ) -> int:
-        """Starts a sequence in a free slot, with pages promised for `reserved_tokens` tokens.
+        """Starts a sequence in a free slot, with pages reserved for `reserved_tokens` tokens.
 
         Args:
             slot: the slot.
@@ -33,7 +33,7 @@ class SequenceCache(Protocol):
 
         Raises:
             OutOfPagesError: it does not fit beside what runs, and will not before as many pages
-                come free as it tells. Nothing has changed.
+                come free as it says. Nothing has changed.
         """
         ...
 
@@ -48,15 +48,16 @@ class SequenceCache(Protocol):
     def advance(
         self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
     ) -> None:
-        """Tells the tokens of the next rows, which have been launched."""
+        """Notes the tokens of the next rows, which have been launched."""
         ...
 
     def reserved_pages(self, slot: int) -> int:
-        """Pages that a sequence has or is promised: no more come free when it ends."""
+        """Pages of a sequence and those still reserved for it: at most so many come free when it
+        ends."""
         ...
 
     def length(self, slot: int) -> int:
-        """Rows told to `advance`, and those that `open` found."""
+        """Rows passed to `advance`, and those that `open` found."""
         ...
 
     def close(self, slot: int, *, preempted: bool = False) -> CacheCounters:

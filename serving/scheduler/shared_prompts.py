@@ -84,7 +84,8 @@ class SharedPrompts:
         return followers
 
     def ended(self, record: ScheduledSequence) -> ScheduledSequence | None:
-        """Notes that a sequence is gone; who leads in its place and waits for nobody now."""
+        """Notes that a sequence is gone; returns the one that leads in its place and waits no
+        more."""
         group = self._groups.pop(record, None)
         if group is not None:
             group.remove(record)
@@ -108,12 +109,12 @@ class SharedPrompts:
         """
         listed = {follower: group for group in self._led.values() for follower in group}
         assert listed == self._groups, "followers lost"
-        assert set(listed) == held, "sequences held for nobody, or not held"
+        assert set(listed) == held, "sequences held without a leader, or not held"
         leaders = {group.leader for group in self._led.values()}
         assert not held & leaders, "a sequence leads and follows"
         for ends, group in self._led.items():
             assert _ends(group.leader) == ends, "a leader of another prompt"
-            assert all(group.followers.values()), "a priority that nobody has"
+            assert all(group.followers.values()), "a priority without followers"
 
 
 def _ends(record: ScheduledSequence) -> Ends:

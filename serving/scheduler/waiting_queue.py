@@ -60,10 +60,10 @@ class WaitingQueue:
     ) -> None:
         """Finds out how much of some prompts is cached, in the order in which they came.
 
-        Not of one that is first anyhow: opening it will tell.
+        Not of one that is first anyhow: opening it will show.
 
         Args:
-            num_cached: tells it of tokens.
+            num_cached: returns it for tokens.
             prefilling: the best one that is prefilling.
         """
         tokens, queue, first = 0, self._not_looked_up, None

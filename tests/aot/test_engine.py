@@ -1,4 +1,4 @@
-"""What an engine runs besides its steps, for eight H200s and the store of a whole node."""
+"""Programs of an engine besides its steps, for eight H200s and the store of a whole node."""
 
 import functools
 from typing import Any

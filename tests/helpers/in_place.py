@@ -1,4 +1,4 @@
-"""What compiled code does with large arrays: whether it updates them where they lie."""
+"""Checks that compiled code updates large arrays in place."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What batch files are made of: encodings of the input, and rows of an output that is full."""
+"""Batch files: encodings of the input, and rows of an output that is full."""
 
 import codecs
 import errno

@@ -1,4 +1,4 @@
-"""Who may use an engine, from where, and when it is gone: threads, handlers and ends."""
+"""Lifetimes of engines: threads, handlers and ends."""
 
 import asyncio
 import contextlib

@@ -195,7 +195,7 @@ def test_equal_to_references(
         assert_same_bits(one, other)
     counts = np.asarray(host_tier(expected_state).reads).sum(axis=0)
     reads = dict(zip(READS, counts.tolist(), strict=True))
-    assert all(reads[name] > 5 for name in ("resident", "hot", "staged", "host")), reads
+    assert all(reads[name] > 5 for name in ("resident", "row_cache", "staged", "host")), reads
     # The kernel adds index scores in another order, and may be off by about 3e-4 here.
     means, others = (host_tier(state).row_cache_mean for state in (found_state, expected_state))
     np.testing.assert_allclose(means, others, rtol=0, atol=1e-5)

@@ -69,7 +69,7 @@ def test_mostly_on_the_host(
     on_host = session.cache.residency.count(PageState.HOST)
     assert on_host > len(session.cache.pages_of(1)) // 2
     assert min(reads[name] for name in ("resident", "staged", "host")) > 100, reads
-    assert (reads["hot"] > 100) == uses_row_cache_rows, reads
+    assert (reads["row_cache"] > 100) == uses_row_cache_rows, reads
 
 
 def random_rows(kind: RowKind, places: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Where a row lies changes no bit of an answer.
+"""Invariance of answers, bit for bit, to where rows lie.
 
 Random histories of sequences that share prefixes, with pages moved between the tiers at will, in a
 store that holds a fraction of them on the device: each step's logits and selections, and every
@@ -37,7 +37,7 @@ HAPPENS = (
     "staged in prefill",
     "host in prefill",
     "resident in decode",
-    "hot in decode",
+    "row_cache in decode",
     "staged in decode",
     "host in decode",
     "only on the host",
@@ -99,4 +99,4 @@ def test_equal_scores(zeroed: str) -> None:
         else:
             history.step({0: min(5, LENGTH - run.done)}, [-1, 0], DECODE_ROWS)
     history.teardown()
-    assert histories.counts["host in decode"] and histories.counts["hot in decode"]
+    assert histories.counts["host in decode"] and histories.counts["row_cache in decode"]

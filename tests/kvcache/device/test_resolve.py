@@ -15,7 +15,7 @@ from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE, resolve_selection, stage
 from kvcache.device.store import MESH_AXIS, in_host, on_device
 from pallas_kernels.common.host_memory import HOST_MEMORY
 from pallas_kernels.common.row_format import RowFormat
-from tests.helpers.hot_rows import HotRows
+from tests.helpers.row_cache import RowCacheModel
 
 pytestmark = pytest.mark.compiles
 GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 3), 3, 5, 4
@@ -131,7 +131,7 @@ class Driver:
         for pages, place in [*device_page.items(), *host_page.items()]:
             assert pages != place
         self.models = {
-            (device, slot, group): HotRows.empty(NUM_ENTRIES)
+            (device, slot, group): RowCacheModel.empty(NUM_ENTRIES)
             for device in range(num_devices)
             for slot in range(SLOTS)
             for group in range(len(GROUP_LAYERS))
@@ -264,7 +264,7 @@ class Driver:
                 found = np.isin(positions[index], model.rows) & spilled[index]
                 np.testing.assert_array_equal(elsewhere, spilled[index] & ~found)
                 if wanted:
-                    counts |= {"hot": model.hits, "missed": len(model.missed)}
+                    counts |= {"row_cache": model.hits, "missed": len(model.missed)}
                     counts["staged"] = int(found.sum()) - model.hits
                     counts["layer_rows_staged"] = len(model.staged) * GROUP_LAYERS[group]
             else:
@@ -341,7 +341,7 @@ def test_row_cache_rows(num_devices: int, spilled: str) -> None:
         (0, [-1, -1, -1], 1, None),
     ]:
         driver.run(group, slots, driver.select(num_rows, reach=reach))
-    for name in ("hot", "staged", "host", "missed"):
+    for name in ("row_cache", "staged", "host", "missed"):
         assert driver.reads[..., READS.index(name)].any(), name
 
 
@@ -380,7 +380,7 @@ def test_a_page_that_comes_back(num_devices: int) -> None:
     driver = Driver(num_devices, {}, ON_HOST, TABLES, leased=(0,))
     positions = np.full((SEQUENCES, 1, K), -1, np.int32)
     positions[0, 0, :4] = np.arange(4)
-    for device_page, column in (({}, "missed"), ({20: 3}, "resident"), ({}, "hot")):
+    for device_page, column in (({}, "missed"), ({20: 3}, "resident"), ({}, "row_cache")):
         driver.device_page = device_page
         before = driver.filled()
         driver.store = dataclasses.replace(

@@ -509,7 +509,7 @@ def test_wrong_use_is_refused() -> None:
     match = index.match([1, 2, 3, 4], 4)
     index.release(pages, 1)
     assert index.evict(1)
-    with pytest.raises(ValueError, match=f"page {pages[1]} was given up since the match"):
+    with pytest.raises(ValueError, match=f"page {pages[1]} was evicted since the match"):
         index.acquire(match, 2)
     assert [cache.pool.references(page) for page in pages] == [0, 0]
     index.check_integrity()
@@ -528,7 +528,7 @@ def test_wrong_use_is_refused() -> None:
         (lambda index, entry: setattr(entry, "parent", None), "has no parent"),
         (lambda index, entry: setattr(entry, "page", 7), "is indexed as 7"),
         (lambda index, entry: index._pool.uncache(entry.page), "is not cached by the pool"),
-        (lambda index, entry: index._leaves.discard(entry.children[0]), "never be given up"),
+        (lambda index, entry: index._leaves.discard(entry.children[0]), "never be evicted"),
         (lambda index, entry: index._leaves.add(entry), "is ranked, but no leaf"),
         (lambda index, entry: setattr(entry.children[0], "due", 99.0), "due at 99.0"),
     ],

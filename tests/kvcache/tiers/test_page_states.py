@@ -33,10 +33,10 @@ OPERATIONS: dict[str, Callable[[Residency, int], object]] = {
     "copy_of": lambda pages, page: pages.copy_of(0, page),
     "copied": lambda pages, page: pages.copy_of(page, 9),
     "seal": lambda pages, page: pages.seal(page),
-    "clean": lambda pages, page: pages.offload(page),
+    "offload": lambda pages, page: pages.offload(page),
     "drop": lambda pages, page: pages.drop(page),
     "drop_host_copy": lambda pages, page: pages.drop_host_copy(page),
-    "restore": lambda pages, page: pages.onload(page),
+    "onload": lambda pages, page: pages.onload(page),
     "import_device": lambda pages, page: pages.begin_import(page, to_device=True),
     "import_host": lambda pages, page: pages.begin_import(page, to_device=False),
     "end_import": lambda pages, page: pages.end_import(page),
@@ -47,8 +47,8 @@ HISTORIES = {
     "FREE": [],
     "TAIL": ["start"],
     "DIRTY": ["start", "seal"],
-    "CLEAN": ["start", "seal", "clean"],
-    "HOST": ["start", "seal", "clean", "drop"],
+    "CLEAN": ["start", "seal", "offload"],
+    "HOST": ["start", "seal", "offload", "drop"],
     "IMPORTING on the device": ["import_device"],
     "IMPORTING on the host": ["import_host"],
 }
@@ -61,9 +61,9 @@ EXPECTED = {
         "forget": FREE,
     },
     "TAIL": {"seal": DIRTY, "copied": TAIL, "forget": FREE},
-    "DIRTY": {"clean": CLEAN, "copied": DIRTY, "forget": FREE},
+    "DIRTY": {"offload": CLEAN, "copied": DIRTY, "forget": FREE},
     "CLEAN": {"drop": HOST, "drop_host_copy": DIRTY, "copied": CLEAN, "forget": FREE},
-    "HOST": {"restore": CLEAN, "copied": HOST, "forget": FREE},
+    "HOST": {"onload": CLEAN, "copied": HOST, "forget": FREE},
     "IMPORTING on the device": {"end_import": DIRTY, "forget": FREE},
     "IMPORTING on the host": {"end_import": HOST, "forget": FREE},
 }
@@ -135,7 +135,7 @@ def test_the_device_is_told_each_place(state: str) -> None:
     def launch(moves: MoveList) -> None:
         maps.update({page: (device, host) for page, device, host in moves.maps.tolist()})
 
-    for last in ["restore", "drop_host_copy", "forget"]:
+    for last in ["onload", "drop_host_copy", "forget"]:
         pages = residency(2, 1, launch)
         for step in [*HISTORIES[state], last]:
             if step in EXPECTED[state] or step in HISTORIES[state]:
@@ -179,8 +179,8 @@ def test_slots_of_leases() -> None:
         lambda pages: pages._free_host.pop(),
         lambda pages: pages._free_host.append(pages.host_page_index(1)),
         lambda pages: pages._leases.staging.append(pages.device_page_index(0)),
-        lambda pages: pages._leases.hot.update({1: pages.leased_row_cache(0)}),
-        lambda pages: pages._leases.hot.update({1: ()}),
+        lambda pages: pages._leases.row_cache.update({1: pages.leased_row_cache(0)}),
+        lambda pages: pages._leases.row_cache.update({1: ()}),
         lambda pages: pages._leases.staging.append(pages._free_device.pop()),
         lambda pages: pages._codes.__setitem__(0, CLEAN),
         lambda pages: pages._codes.__setitem__(0, DIRTY),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.resolve_rows import resolve_rows
-from tests.helpers.hot_rows import HotRows
+from tests.helpers.row_cache import RowCacheModel
 
 pytestmark = pytest.mark.compiles
 
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
     rows: int
     k: int
-    hot: int
+    entries: int
 
 
 OVERFLOWING = Shape(6, 6, 5)  # up to 30 different rows, six times what there is room for
@@ -55,18 +55,18 @@ class Driver:
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self.shape, self.rng = shape, np.random.default_rng(seed)
-        num_pages = -(-shape.hot // ROWS_PER_PAGE)
+        num_pages = -(-shape.entries // ROWS_PER_PAGE)
         # Hot pages in no order, with pages of others between them.
         pages = self.rng.permutation(2 * SLOTS * num_pages)[: SLOTS * num_pages]
         self.leases = pages.reshape(SLOTS, num_pages).astype(np.int32)
         self.row_cache_page = np.full_like(self.leases, -1)
         # What an unused map holds is no secret, nor does it matter.
-        empty = np.full((SLOTS, GROUPS, shape.hot), -1, np.int32)
+        empty = np.full((SLOTS, GROUPS, shape.entries), -1, np.int32)
         junk = self.rng.integers(-(2**15), 2**15, (SLOTS, CONTEXT // NUM_DEVICES))
         means = np.full(empty.shape, np.nan, np.float32)
         self.state = (empty, means, junk.astype(np.int16))
         self.models = {
-            (slot, group): HotRows.empty(shape.hot)
+            (slot, group): RowCacheModel.empty(shape.entries)
             for slot in range(SLOTS)
             for group in range(GROUPS)
         }
@@ -80,7 +80,7 @@ class Driver:
         self.row_cache_page[slot] = self.leases[slot] if leased else -1
         self.state[0][slot], self.state[1][slot] = -1, np.nan
         for group in range(GROUPS):
-            self.models[slot, group] = HotRows.empty(self.shape.hot)
+            self.models[slot, group] = RowCacheModel.empty(self.shape.entries)
 
     def make(self, spread: float, spilled: float, missing: float) -> Step:
         """A step that selects of the first `spread` of the context, `spilled` of it on the host."""
@@ -107,7 +107,7 @@ class Driver:
             rng.integers(0, CONTEXT // NUM_DEVICES, shape),
         )
         # Few values, so that many are equal.
-        scores = rng.integers(-2, 3, (SEQUENCES, self.shape.hot)).astype(np.float32)
+        scores = rng.integers(-2, 3, (SEQUENCES, self.shape.entries)).astype(np.float32)
         group = int(rng.integers(GROUPS))
         return Step(group, slots, positions, located, context_rows.astype(np.int32), scores)
 
@@ -216,7 +216,7 @@ def one_sequence(rows: list[list[int]], first_host: int = 0) -> Step:
     slots = np.asarray([0, -1, -1], np.int32)
     located = np.where(on_host, FIRST_HOST_ROW + positions, positions)
     context_rows = np.where(on_host, positions // NUM_DEVICES, 0)
-    scores = np.zeros((SEQUENCES, OVERFLOWING.hot), np.float32)
+    scores = np.zeros((SEQUENCES, OVERFLOWING.entries), np.float32)
     return Step(1, slots, positions, located, context_rows, scores)
 
 

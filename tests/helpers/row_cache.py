@@ -8,13 +8,13 @@ import numpy as np
 
 
 @dataclasses.dataclass
-class HotRows:
+class RowCacheModel:
     """Row-cache rows of one sequence and one index group on one device.
 
     Attributes:
         rows: row of the sequence that each holds, or -1.
         means: running mean of its scores in float32, NaN before the first.
-        hits: selected rows that were hot, of the last step.
+        hits: selected rows that it held, of the last step.
         missed: different selected rows that were not, in the order of their first selection.
         staged: where those lie now for which there was room.
     """
@@ -26,7 +26,7 @@ class HotRows:
     staged: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def empty(cls, num_entries: int) -> "HotRows":
+    def empty(cls, num_entries: int) -> "RowCacheModel":
         return cls([-1] * num_entries, [math.nan] * num_entries)
 
     def resolve(self, selected: Sequence[int], scores: Sequence[float]) -> None:
