@@ -6,18 +6,16 @@ neither is read in host memory, in place; so none of this changes an answer.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvcache.device.host_tier import HostTier
 from kvcache.device.pytree import pytree_dataclass
 from kvcache.device.store import KVStore, translate_positions
 from kvcache.geometry import KVGeometry
-from pallas_kernels.common.implementation import default_implementation
+from pallas_kernels.common.implementation import run_if
 from pallas_kernels.resolve_rows import resolve_rows
 from pallas_kernels.stage_rows import stage_pages, stage_rows
 
@@ -131,23 +129,12 @@ def score_row_cache(
     held = host.row_cache_row[known, group]
     leased = (slot >= 0) & (host.row_cache_page[known, 0] >= 0)
 
-    def gather() -> jax.Array:
+    def gather(_: jax.Array) -> jax.Array:
         found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
         counted = (positions >= 0)[:, None] & (held >= 0) & leased
         return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
 
-    if default_implementation() != "reference":
-        return gather()
-    return lax.cond(leased, gather, lambda: jnp.full(held.shape, -jnp.inf, scores.dtype))
-
-
-def _unless_idle[State](wanted: jax.Array, run: Callable[[State], State], state: State) -> State:
-    """`run(state)`, skipped where nothing is `wanted` and references run; `run` changes nothing
-    then."""
-    if default_implementation() != "reference":
-        return run(state)
-    # A loop, which unlike a branch updates arrays in place.
-    return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, state: run(state), state)
+    return run_if(leased, gather, jnp.full(held.shape, -jnp.inf, scores.dtype))
 
 
 def _resolve(
@@ -203,7 +190,7 @@ def _resolve(
 
     row_cache = (host.row_cache_row, host.row_cache_mean, host.row_cache_entry)
     none = jnp.zeros(slots.shape, jnp.int32)
-    slab, *row_cache, row_ids, hits, fresh, in_place, misses, staged = _unless_idle(
+    slab, *row_cache, row_ids, hits, fresh, in_place, misses, staged = run_if(
         wanted, run, (store.slab, *row_cache, located, *[none] * 5)
     )
     host = dataclasses.replace(
@@ -251,7 +238,7 @@ def _plan_staging(
         staged_row = place[readable] * geometry.rows_per_device + row
         return jnp.where(staged, staged_row, located), plan
 
-    row_ids, plan = _unless_idle(jnp.any(on_host), run, (located, StagedPages.none(geometry)))
+    row_ids, plan = run_if(jnp.any(on_host), run, (located, StagedPages.none(geometry)))
     in_place = jnp.sum(row_ids >= geometry.slab_rows, axis=(1, 2))
     first = jnp.arange(spilled.shape[0]) == jnp.argmax(spilled > 0)
     rows = jnp.where(first, plan.count * geometry.rows_per_device * num_layers, 0)

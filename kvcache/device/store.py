@@ -20,7 +20,6 @@ from kvcache.geometry import KVGeometry
 from pallas_kernels.append_rows import append_rows as write_rows
 from pallas_kernels.common.compiler_options import gpu_options
 from pallas_kernels.common.host_memory import HOST_MEMORY, as_device, as_host, host_zeros
-from pallas_kernels.common.implementation import default_implementation
 
 MESH_AXIS = "model"
 
@@ -103,10 +102,7 @@ class KVStore:
         """The jitted function that makes an empty store."""
 
         def build() -> KVStore:
-            store = cls._empty(geometry)
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                by_host = default_implementation() != "reference"
-            return _with_host_zeros(store, mesh) if by_host else store
+            return _with_host_zeros(cls._empty(geometry), mesh)
 
         return jax.jit(
             build,

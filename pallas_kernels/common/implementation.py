@@ -1,7 +1,8 @@
 """Choice of the implementation of an operation: its kernel or its reference.
 
 Every operation takes `implementation=`. Left at None, it is the kernel on a GPU where the shapes
-are supported, and the reference elsewhere.
+are supported, and the reference elsewhere. Callers never ask which one runs; they skip idle work
+with `run_if`.
 """
 
 import contextlib
@@ -10,7 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool
 
 Implementation = Literal["reference", "mosaic_gpu", "interpreter"]
 Kernel = Callable[..., Any]
@@ -65,12 +69,27 @@ def run(
     return kernel(*arrays, interpret=None if implementation == "mosaic_gpu" else interpret)
 
 
+def run_if[State](
+    wanted: Bool[Array, ""], function: Callable[[State], State], state: State
+) -> State:
+    """Runs a function of operations, or skips it where it has nothing to do.
+
+    References are skipped. Kernels always run: with nothing to do they cost next to nothing, while
+    a GPU's branches and loops wait for the host to read back their condition.
+
+    Args:
+        wanted: whether there is something to do.
+        function: from a state to the next; returns the same values where not `wanted`.
+        state: a tree of arrays, which is updated in place.
+    """
+    if default_implementation() != "reference":
+        return function(state)
+    # A loop, which unlike a branch updates arrays in place.
+    return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, state: function(state), state)
+
+
 def default_implementation(unsupported: str | None = None) -> Implementation:
     """Default implementation of an operation that is traced now.
-
-    For callers of operations too: a kernel costs next to nothing where there is nothing to do, so
-    it is called in any case, since a GPU's branches and loops wait for the host to read back their
-    condition. A reference is better skipped.
 
     Args:
         unsupported: why the kernel cannot take the shapes, None if it can.

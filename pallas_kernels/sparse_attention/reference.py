@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.common.implementation import default_implementation
-from pallas_kernels.common.ring_copy import unsupported_rows
+from pallas_kernels.common.implementation import run_if
 from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.fetch_rows import fetch_rows
 
@@ -72,21 +71,17 @@ def _fetch(
 ) -> jax.Array:
     """Rows [k, width], those of them from host memory whose host row [k] is not -1."""
     on_host = host_rows >= 0
-    if default_implementation(unsupported_rows(host)) != "reference":
+
+    def fetch(stored: jax.Array) -> jax.Array:
         targets = jnp.arange(host_rows.shape[0], dtype=jnp.int32)
-        place = jnp.where(on_host, jnp.cumsum(on_host) - 1, targets.shape[0])
+        entry = jnp.where(on_host, jnp.cumsum(on_host) - 1, targets.shape[0])
         listed, wanted = (
-            jnp.zeros_like(targets).at[place].set(each, mode="drop")
+            jnp.zeros_like(targets).at[entry].set(each, mode="drop")
             for each in (targets, host_rows)
         )
         return fetch_rows(stored, host, layer, wanted, listed, jnp.sum(on_host))
 
-    def fetch(stored: jax.Array) -> jax.Array:
-        source = host.reshape(-1, *host.shape[2:])
-        fetched = source[jnp.where(on_host, host_rows, 0), layer]
-        return jnp.where(on_host[:, None], fetched, stored)
-
-    return lax.cond(jnp.any(on_host), fetch, lambda stored: stored, stored)
+    return run_if(jnp.any(on_host), fetch, stored)
 
 
 def merge_attention(
