@@ -158,7 +158,8 @@ def decode_step(config: GLMConfig, geometry: KVGeometry, batch: int, rows: int) 
         *abstract_state(config, geometry, mesh),
         replicated(tokens, mesh),
     )
-    return DecodeStep(Steps(config, geometry, mesh), batch, rows, arguments)
+    steps = Steps(config, geometry, mesh, single_scan=False)
+    return DecodeStep(steps, batch, rows, arguments)
 
 
 def abstract_parameters(config: GLMConfig, mesh: Mesh) -> Any:

@@ -20,8 +20,9 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-import glm53.model.forward
+import glm53.model.indexer
 import glm53.model.steps
 from benchmarks.common.sequences import float32_geometry, open_sequences
 from glm53 import chat
@@ -33,6 +34,7 @@ from glm53.model.sharding import make_mesh
 from glm53.model.steps import PrefillBatch, Steps
 from glm53.tokenizer import Tokenizer
 from kvcache import KVStore
+from kvcache.device.resolve import ScoreSummary
 from pallas_kernels.select_topk import merge_topk, select_topk
 from serving.options.engine_options import model_path
 
@@ -157,9 +159,13 @@ class _RankedForward(Forward):
         return dataclasses.replace(super().no_selection(), positions=nothing)
 
     @override
-    def _select(
-        self, index: LayerIndex, query: jax.Array, weights: jax.Array, store: KVStore
-    ) -> tuple[KVStore, Selection]:
+    def select(
+        self,
+        index: LayerIndex,
+        store: KVStore,
+        query: Float[Array, "tokens heads width"],
+        head_weights: Float[Array, "tokens heads"],
+    ) -> tuple[Int[Array, "tokens k"], ScoreSummary]:
         candidates = []
 
         def rank(
@@ -173,9 +179,21 @@ class _RankedForward(Forward):
             k = self.config.index_topk
             return merge_topk(scores[..., :k], positions[..., :k])
 
-        with mock.patch.multiple(glm53.model.forward, select_topk=rank, merge_topk=merge):
-            store, selection = super()._select(index, query, weights, store)
-        return store, dataclasses.replace(selection, positions=candidates[0])
+        with mock.patch.multiple(glm53.model.indexer, select_topk=rank, merge_topk=merge):
+            selected = super().select(index, store, query, head_weights)
+        (self._candidates,) = candidates
+        return selected
+
+    @override
+    def resolve(
+        self,
+        index: LayerIndex,
+        store: KVStore,
+        positions: Int[Array, "tokens k"],
+        summary: ScoreSummary,
+    ) -> tuple[KVStore, Selection]:
+        store, selection = super().resolve(index, store, positions, summary)
+        return store, dataclasses.replace(selection, positions=self._candidates)
 
 
 class Recorder:

@@ -1,18 +1,32 @@
-"""The lightning indexer: a light many-headed score that chooses which positions are attended to."""
+"""The lightning indexer: a light many-headed score that selects the positions to attend to.
+
+DeepSeek-V3.2 (arXiv:2512.02556), section 2: the score of a position is the sum over heads of a
+weight times relu(query . key).
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
 from glm53.model.linear import Linear, matmul, take
 from glm53.model.rope import apply_rope
+from glm53.model.step_batch import StepBatch
+from kvcache.device.resolve import ScoreSummary, summarize_scores
+from kvcache.device.store import MESH_AXIS, KVStore
+from kvcache.geometry import KVGeometry
+from pallas_kernels.index_scores import MAX_SEQUENCES, batched_index_scores
+from pallas_kernels.select_topk import merge_topk, select_topk
 
 _KEY_NORM_EPS = 1e-6
+_ROWS_TOGETHER = 64  # rows of one sequence that share a read of its index keys
+_SCORE_BYTES = 128 << 20  # scores that exist at a time, on one device
 
 
 class KeyNorm(nnx.Module):
@@ -77,3 +91,129 @@ class Indexer(nnx.Module):
             return rotate(query, cos, sin), head_weights, rotate(norm(wk(rows)), cos, sin)
 
         return project
+
+
+def select_positions(
+    store: KVStore,
+    geometry: KVGeometry,
+    batch: StepBatch,
+    index_layer: Index,
+    query: Float[Array, "tokens heads width"],
+    head_weights: Float[Array, "tokens heads"],
+    *,
+    first_position: int,
+    index_topk: int,
+) -> tuple[Int[Array, "tokens k"], ScoreSummary]:
+    """Selects the positions with the highest index scores, exactly: each device's best, then the
+    best of all devices'; inside `shard_map`.
+
+    Args:
+        store: the store, with the rows' index keys.
+        geometry: its sizes.
+        batch: the rows.
+        index_layer: the indexer.
+        query: index queries of the rows.
+        head_weights: weight of each head's score.
+        first_position: least position that may be selected.
+        index_topk: maximum positions of a row.
+
+    Returns:
+        Positions, ascending, then -1, the same on every device; and what the store keeps of this
+        device's scores.
+    """
+    num_rows = batch.positions.shape[1]
+    num_keys = batch.block_tables.shape[1] * geometry.rows_per_device
+    device = lax.axis_index(MESH_AXIS)
+    key_positions = jnp.arange(num_keys) * geometry.num_devices + device
+
+    def select(chunk: "_Chunks") -> tuple[Array, Array, ScoreSummary]:
+        """Scores and positions of each row's best [chunks, rows, k], and the scores' summary."""
+        scores = batched_index_scores(
+            chunk.query,
+            chunk.head_weights,
+            store.index_keys,
+            index_layer,
+            jnp.maximum(chunk.block_tables, 0),
+            jnp.max(chunk.positions, axis=1) // geometry.num_devices + 1,
+            geometry.index_row_format,
+        )
+        best_scores, positions = select_topk(
+            scores.reshape(-1, num_keys),
+            key_positions,
+            first_position,
+            chunk.positions.reshape(-1),
+            index_topk,
+            ordered=False,
+        )
+        shape = (*chunk.positions.shape, -1)
+        summary = summarize_scores(store, index_layer, chunk.slots, chunk.positions, scores)
+        return best_scores.reshape(shape), positions.reshape(shape), summary
+
+    chunks = _Chunks.of(batch, query, head_weights)
+    bytes_of_chunk = 4 * chunks.positions.shape[1] * num_keys
+    max_chunks = min(max(1, _SCORE_BYTES // bytes_of_chunk), MAX_SEQUENCES)
+    scores, positions, summary = _map_batches(select, chunks, max_chunks)
+    # [chunks, rows, k] to [tokens, k], without the padding at a sequence's end.
+    scores, positions = (
+        each.reshape(len(batch.slots), -1, each.shape[-1])[:, :num_rows].reshape(-1, each.shape[-1])
+        for each in (scores, positions)
+    )
+    best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
+    return best, summary
+
+
+class _Chunks(NamedTuple):
+    """Rows of a step, cut into chunks of one sequence each that are scored together.
+
+    Attributes:
+        query: [chunks, rows, heads, width].
+        head_weights: [chunks, rows, heads].
+        positions: int32 [chunks, rows]; -1 is padding.
+        block_tables: int32 [chunks, context_pages].
+        slots: int32 [chunks].
+    """
+
+    query: Float[Array, "chunks rows heads width"]
+    head_weights: Float[Array, "chunks rows heads"]
+    positions: Int[Array, "chunks rows"]
+    block_tables: Int[Array, "chunks context_pages"]
+    slots: Int[Array, " chunks"]
+
+    @classmethod
+    def of(
+        cls,
+        batch: StepBatch,
+        query: Float[Array, "tokens heads width"],
+        head_weights: Float[Array, "tokens heads"],
+    ) -> "_Chunks":
+        """The chunks of a batch, one after another."""
+        num_sequences, num_rows = batch.positions.shape
+        rows = min(num_rows, _ROWS_TOGETHER)
+        chunks = -(-num_rows // rows)
+
+        def split(array: Array, padding: int = 0) -> Array:
+            """[tokens, ...] to [sequences * chunks, rows, ...]."""
+            array = array.reshape(num_sequences, num_rows, *array.shape[1:])
+            widths = [(0, 0), (0, chunks * rows - num_rows)] + [(0, 0)] * (array.ndim - 2)
+            array = jnp.pad(array, widths, constant_values=padding)
+            return array.reshape(-1, rows, *array.shape[2:])
+
+        return cls(
+            split(query),
+            split(head_weights),
+            split(batch.flat_positions, -1),
+            jnp.repeat(batch.block_tables, chunks, axis=0),
+            jnp.repeat(batch.slots, chunks),
+        )
+
+
+def _map_batches[Arrays, Outputs](
+    function: Callable[[Arrays], Outputs], arrays: Arrays, max_size: int
+) -> Outputs:
+    """`function` of equal batches of at most `max_size` along the first axis, one after another."""
+    size = len(jax.tree.leaves(arrays)[0])
+    batch = max(number for number in range(1, min(max_size, size) + 1) if size % number == 0)
+    if batch == size:
+        return function(arrays)
+    batches = jax.tree.map(lambda x: x.reshape(-1, batch, *x.shape[1:]), arrays)
+    return jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), lax.map(function, batches))

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
-from glm53.model.forward import Forward, Rows, Selection
+from glm53.model.forward import Forward, LayerState, Selection
 from glm53.model.layer_plan import layer_indices
 from glm53.model.params import GLMModel
 from glm53.model.row_tiles import map_row_tiles
+from glm53.model.step_batch import StepBatch
 from kvcache.device.store import KVStore
 from kvcache.geometry import KVGeometry
 
@@ -21,11 +22,11 @@ class MTPLayer:
     """The MTP layer bound to the rows of one step."""
 
     def __init__(
-        self, model: GLMModel, config: GLMConfig, geometry: KVGeometry, rows: Rows
+        self, model: GLMModel, config: GLMConfig, geometry: KVGeometry, batch: StepBatch
     ) -> None:
         assert model.mtp is not None
         self.head = model.mtp
-        self.forward = Forward(model, config, geometry, rows, position_lag=1)
+        self.forward = Forward(model, config, geometry, batch, position_lag=1)
         self.index = layer_indices(config)[-1]
 
     def run(
@@ -53,9 +54,10 @@ class MTPLayer:
         def combine(embedded: jax.Array, hidden: jax.Array) -> jax.Array:
             return eh_proj(jnp.concatenate([enorm(embedded), hnorm(hidden)], axis=-1))
 
-        index, selection = self.index, self.forward.no_selection()
-        if shared is not None:
-            index, selection = index.as_shared(), shared
         inputs = map_row_tiles(combine, self.forward.embed(token_ids), hidden)
-        outputs, store, selection = self.forward.layer(index, inputs, store, selection)
-        return map_row_tiles(norm, outputs), store, selection
+        if shared is None:
+            state = LayerState(inputs, store, self.forward.no_selection())
+            state = self.forward.full_layer(self.index, state)
+        else:
+            state = self.forward.shared_layer(self.index, LayerState(inputs, store, shared))
+        return map_row_tiles(norm, state.hidden), state.store, state.selection

@@ -1,7 +1,7 @@
 """The jitted steps: prefill, decode and draft.
 
 Each is one `shard_map` over the mesh with its collectives inside and jit with donation outside.
-Shapes come from buckets: the number of groups and rows of a step, and `context_pages`.
+Shapes come from buckets: the number of sequences and rows of a step, and `context_pages`.
 """
 
 import dataclasses
@@ -15,10 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
-from glm53.model.forward import Forward, LayerTrace, Rows, Selection, head_logits
+from glm53.model.forward import Forward, LayerTrace, Selection, head_logits
 from glm53.model.mtp import MTPLayer
 from glm53.model.params import GLMModel, abstract_model
 from glm53.model.sharding import check_mesh, parameter_specs
+from glm53.model.step_batch import StepBatch
 from kvcache.cache_compiled import cache_compiled
 from kvcache.device.pytree import make_unchecked, pytree_dataclass
 from kvcache.device.sequence_state import SequenceState
@@ -34,17 +35,17 @@ _EVERYWHERE = PartitionSpec()
 
 @pytree_dataclass
 class PrefillBatch:
-    """Tokens to append to sequences, each group to one of them.
+    """Tokens to append to sequences.
 
     Attributes:
-        slots: int32 [groups], sequence slot, -1 for padding.
-        num_rows: int32 [groups], how many of the group's tokens count.
-        token_ids: int32 [groups, rows].
+        slots: int32 [sequences], their slots, -1 for padding.
+        num_rows: int32 [sequences], how many of each one's tokens count.
+        token_ids: int32 [sequences, rows].
     """
 
-    slots: Int[Array, " groups"]
-    num_rows: Int[Array, " groups"]
-    token_ids: Int[Array, "groups rows"]
+    slots: Int[Array, " sequences"]
+    num_rows: Int[Array, " sequences"]
+    token_ids: Int[Array, "sequences rows"]
 
 
 @pytree_dataclass
@@ -52,19 +53,19 @@ class StepOutput:
     """Results of a step for the host.
 
     Attributes:
-        next_token: int32 [groups], the greedy choice after each group's last row.
-        logits: float32 [groups, vocab] of that row.
-        hidden: [groups, rows, hidden], the normalised hidden state of every row; `Steps.head` makes
-            logits of them.
-        reads: int32 [groups, reads], `HostTier.reads` of each group's slot, which count what the
+        next_token: int32 [sequences], the greedy choice after each one's last row.
+        logits: float32 [sequences, vocab] of that row.
+        hidden: [sequences, rows, hidden], the normalised hidden state of every row; `Steps.head`
+            makes logits of them.
+        reads: int32 [sequences, reads], `HostTier.reads` of each one's slot, which count what the
             step has read, each device's own; None where steps read no host pages.
         trace: what each trunk layer gave, if asked for.
     """
 
-    next_token: Int[Array, " groups"]
-    logits: Float[Array, "groups *rows vocab"]
-    hidden: Float[Array, "groups rows hidden"]
-    reads: Int[Array, "groups reads"] | None
+    next_token: Int[Array, " sequences"]
+    logits: Float[Array, "sequences *rows vocab"]
+    hidden: Float[Array, "sequences rows hidden"]
+    reads: Int[Array, "sequences reads"] | None
     trace: LayerTrace | None
 
 
@@ -84,14 +85,14 @@ class DraftOutput:
     """Drafted tokens of each sequence.
 
     Attributes:
-        token_ids: int32 [groups, drafts], greedy.
-        logits: float32 [groups, drafts, vocab].
-        selected: int32 [groups, k], slots that the first draft row selected, ascending, then -1.
+        token_ids: int32 [sequences, drafts], greedy.
+        logits: float32 [sequences, drafts, vocab].
+        selected: int32 [sequences, k], slots that the first draft row selected, ascending, then -1.
     """
 
-    token_ids: Int[Array, "groups drafts"]
-    logits: Float[Array, "groups drafts vocab"]
-    selected: Int[Array, "groups k"]
+    token_ids: Int[Array, "sequences drafts"]
+    logits: Float[Array, "sequences drafts vocab"]
+    selected: Int[Array, "sequences k"]
 
 
 class Steps:
@@ -105,6 +106,12 @@ class Steps:
 
     `context_pages` bounds the pages of every sequence in the step, the tokens it appends included.
 
+    Args:
+        config: the model's configuration.
+        geometry: the store's sizes.
+        mesh: where they run.
+        single_scan: see `run_layers`; None is True on CPUs.
+
     Raises:
         ValueError: the mesh does not divide a sharded axis, or is not the geometry's.
     """
@@ -114,6 +121,8 @@ class Steps:
         config: GLMConfig,
         geometry: KVGeometry,
         mesh: Mesh,
+        *,
+        single_scan: bool | None = None,
     ) -> None:
         check_mesh(config, mesh)
         if mesh.size != geometry.num_devices:
@@ -127,6 +136,7 @@ class Steps:
         self.with_mtp = geometry.num_layers == config.num_layers > config.num_hidden_layers
 
         on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._single_scan = on_cpu if single_scan is None else single_scan
         options = _CPU_COMPILER_OPTIONS if on_cpu else gpu_options(mesh)
 
         def jit(step: Callable, output: PartitionSpec | StepOutput, *static: str) -> Callable:
@@ -161,7 +171,7 @@ class Steps:
         params: nnx.State,
         store: KVStore,
         sequences: SequenceState,
-        batch: PrefillBatch | Int[Array, " groups"],
+        batch: PrefillBatch | Int[Array, " sequences"],
         **static: object,
     ) -> tuple[StepOutput | DraftOutput, KVStore, SequenceState]:
         def local(params, store, sequences, batch):
@@ -193,24 +203,27 @@ class Steps:
         context_pages: int,
         trace: bool = False,
     ) -> tuple[StepOutput, KVStore, SequenceState]:
-        """Appends tokens to sequences and gives the greedy token after each group's last."""
-        rows, slots = self._rows(
+        """Appends tokens to sequences and gives the greedy token after each one's last."""
+        step_batch, slots = self._step_batch(
             sequences, batch.slots, batch.num_rows, batch.token_ids, context_pages
         )
-        forward = Forward(model, self.config, self.geometry, rows)
-        flat, store, traced = forward.trunk(store, batch.token_ids.reshape(-1), trace)
+        forward = Forward(model, self.config, self.geometry, step_batch)
+        flat, store, traced = forward.trunk(
+            store, batch.token_ids.reshape(-1), single_scan=self._single_scan, trace=trace
+        )
         hidden = flat.reshape(*batch.token_ids.shape, -1)
         if self.with_mtp:
             # Row i of `before` is the hidden state before row i. A gather, so that the MTP layer's
-            # writes wait for the trunk's reads even where a group has one row: else XLA copies
+            # writes wait for the trunk's reads even where a sequence has one row: else XLA copies
             # the store.
             states = jnp.concatenate([sequences.last_hidden[slots][:, None], hidden], axis=1)
             offsets = jnp.arange(batch.token_ids.shape[1])
             previous = jnp.minimum(offsets, batch.num_rows[:, None])
             before = jnp.take_along_axis(states, previous[..., None], axis=1)
             known = sequences.hidden_known[slots][:, None] | (offsets > 0)
-            mtp_rows = dataclasses.replace(rows, positions=jnp.where(known, rows.positions, -1))
-            mtp = MTPLayer(model, self.config, self.geometry, mtp_rows)
+            positions = jnp.where(known, step_batch.positions, -1)
+            mtp_batch = dataclasses.replace(step_batch, positions=positions)
+            mtp = MTPLayer(model, self.config, self.geometry, mtp_batch)
             _, store, _ = mtp.run(store, batch.token_ids.reshape(-1), before.reshape(flat.shape))
         last = jnp.maximum(batch.num_rows - 1, 0)[:, None, None]
         last_hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
@@ -233,7 +246,7 @@ class Steps:
         model: GLMModel,
         store: KVStore,
         sequences: SequenceState,
-        slots: Int[Array, " groups"],
+        slots: Int[Array, " sequences"],
         *,
         context_pages: int,
     ) -> tuple[StepOutput, KVStore, SequenceState]:
@@ -247,7 +260,7 @@ class Steps:
         model: GLMModel,
         store: KVStore,
         sequences: SequenceState,
-        slots: Int[Array, " groups"],
+        slots: Int[Array, " sequences"],
         *,
         context_pages: int,
         num_drafts: int,
@@ -264,8 +277,10 @@ class Steps:
         tokens, logits = [], []
         for step in range(num_drafts):
             ones = jnp.ones_like(slots)[:, None]
-            rows, _ = self._rows(sequences, slots, ones[:, 0], ones, context_pages, ahead=step)
-            mtp = MTPLayer(model, self.config, self.geometry, rows)
+            batch, _ = self._step_batch(
+                sequences, slots, ones[:, 0], ones, context_pages, ahead=step
+            )
+            mtp = MTPLayer(model, self.config, self.geometry, batch)
             hidden, store, selection = mtp.run(store, token_ids, hidden, shared)
             first = selection if first is None else first
             if self.config.index_share_for_mtp_iteration:
@@ -277,22 +292,22 @@ class Steps:
         output = DraftOutput(jnp.stack(tokens, 1), jnp.stack(logits, 1), first.positions)
         return output, store, sequences
 
-    def _rows(
+    def _step_batch(
         self,
         sequences: SequenceState,
-        slots: Int[Array, " groups"],
-        num_rows: Int[Array, " groups"],
-        token_ids: Int[Array, "groups rows"],
+        slots: Int[Array, " sequences"],
+        num_rows: Int[Array, " sequences"],
+        token_ids: Int[Array, "sequences rows"],
         context_pages: int,
         ahead: int = 0,
-    ) -> tuple[Rows, Int[Array, " groups"]]:
+    ) -> tuple[StepBatch, Int[Array, " sequences"]]:
         """Rows that follow each sequence's computed tokens, `ahead` further; and slots to read."""
         readable = jnp.maximum(slots, 0)
         offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
         positions = sequences.length[readable][:, None] + ahead + offsets
         counted = (offsets < num_rows[:, None]) & (slots >= 0)[:, None]
         tables = sequences.block_table[readable, :context_pages]
-        return Rows(jnp.where(counted, positions, -1), slots, tables), readable
+        return StepBatch(jnp.where(counted, positions, -1), slots, tables), readable
 
 
 compiled_steps = cache_compiled(Steps)

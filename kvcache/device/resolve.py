@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvcache.device.host_tier import HostTier
@@ -17,10 +18,13 @@ from kvcache.device.store import KVStore, translate_positions
 from kvcache.geometry import KVGeometry
 from pallas_kernels.common.implementation import run_if
 from pallas_kernels.resolve_rows import resolve_rows
-from pallas_kernels.stage_rows import stage_pages, stage_rows
+from pallas_kernels.stage_rows import stage_rows
 
 MAX_ROWS_TO_RESOLVE = 8
 """Most rows of a sequence in a step that uses its row-cache rows: a token and its drafts."""
+
+ScoreSummary = Float[Array, "sequences entries"] | None
+"""Best index score of each row-cache row of a step's sequences; None in a step that uses none."""
 
 Scalar = int | Int[Array, ""]
 
@@ -50,6 +54,25 @@ class StagedPages:
         return cls(nothing, nothing, jnp.zeros((), jnp.int32))
 
 
+@pytree_dataclass
+class ResolvedRows:
+    """Selected rows of an index group, where the store has them.
+
+    Attributes:
+        row_ids: int32 [tokens, k], ids as `sparse_attention` takes them; -1 for none and for other
+            devices' positions.
+        staged: what each layer of the group stages before it attends; None without a host tier.
+    """
+
+    row_ids: Int[Array, "tokens k"]
+    staged: StagedPages | None
+
+    @classmethod
+    def of_nothing(cls, row_ids: Int[Array, "tokens k"], geometry: KVGeometry) -> "ResolvedRows":
+        """No rows: ids that are all -1."""
+        return cls(row_ids, StagedPages.none(geometry) if geometry.reads_host else None)
+
+
 def resolve_selection(
     store: KVStore,
     geometry: KVGeometry,
@@ -58,9 +81,9 @@ def resolve_selection(
     slots: Int[Array, " sequences"],
     block_tables: Int[Array, "sequences context_pages"],
     positions: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences entries"] | None,
+    summary: ScoreSummary,
     device: Int[Array, ""],
-) -> tuple[KVStore, Int[Array, "sequences rows k"], StagedPages | None]:
+) -> tuple[KVStore, ResolvedRows]:
     """Finds the rows that an index group selected, and stages what is not on the device.
 
     Args:
@@ -71,14 +94,11 @@ def resolve_selection(
         slots: slot of each sequence, -1 for padding.
         block_tables: pages of each sequence.
         positions: selected positions; -1 is none.
-        row_cache_scores: what the step's index scores say of the sequences' row-cache rows, the
-            best of its rows; None in a step that does not use them.
+        summary: what `summarize_scores` returned of this device's scores.
         device: this device's place along the mesh axis.
 
     Returns:
-        The store, its row-cache rows up to date for all layers of the group; physical ids as
-        `sparse_attention` takes them, -1 for none and for other devices' positions; and the pages
-        that each layer of the group must stage before it attends, None without a host tier.
+        The store, its row-cache rows up to date for all layers of the group; and the rows.
     """
     flat = positions.reshape(positions.shape[0], -1)
     located, pages = (
@@ -87,10 +107,10 @@ def resolve_selection(
     )
     host = store.host
     if host is None:
-        return store, located, None
+        return store, ResolvedRows(_by_token(located), None)
     layers = jnp.asarray(geometry.group_layers, jnp.int32)[group]
     on_host = located >= geometry.slab_rows
-    if row_cache_scores is not None:
+    if summary is not None:
         store, host, row_ids, reads = _resolve(
             store,
             host,
@@ -99,42 +119,64 @@ def resolve_selection(
             slots,
             positions,
             located,
-            row_cache_scores,
+            summary,
         )
         staged = StagedPages.none(geometry)
     else:
         row_ids, staged, reads = _plan_staging(store, host, geometry, layers, located, pages)
     resident = jnp.sum((located >= 0) & ~on_host, axis=(1, 2))
     host = host.count(slots, pages, jnp.stack([resident, *reads], axis=1))
-    return dataclasses.replace(store, host=host), row_ids, staged
+    return dataclasses.replace(store, host=host), ResolvedRows(_by_token(row_ids), staged)
 
 
-def score_row_cache(
+def summarize_scores(
+    store: KVStore,
+    index_group: Scalar,
+    slots: Int[Array, " sequences"],
+    positions: Int[Array, "sequences rows"],
+    scores: Float[Array, "sequences rows context"],
+) -> ScoreSummary:
+    """Summary of a step's index scores, by which row-cache rows are kept or replaced.
+
+    Args:
+        store: the store.
+        index_group: the index group.
+        slots: slot of each sequence, -1 for padding.
+        positions: position of each row, -1 for padding.
+        scores: index scores of this device's rows of each sequence.
+    """
+    host = store.host
+    if host is None or positions.shape[1] > MAX_ROWS_TO_RESOLVE:
+        return None
+
+    def summarize(sequence: tuple[Array, Array, Array]) -> Array:
+        return _row_cache_scores(host, index_group, *sequence)
+
+    return lax.map(summarize, (slots, positions, scores))
+
+
+def _row_cache_scores(
     host: HostTier,
-    group: Scalar,
+    index_group: Scalar,
     slot: Int[Array, ""],
     positions: Int[Array, " rows"],
     scores: Float[Array, "rows context"],
 ) -> Float[Array, " entries"]:
-    """The best index score of each row-cache row of a sequence among its rows of a step.
-
-    Args:
-        host: the host tier.
-        group: the index group.
-        slot: slot of the sequence, -1 for padding.
-        positions: position of each row, -1 for padding.
-        scores: scores of the sequence's rows on this device.
-    """
+    """The best index score of each row-cache row of a sequence among its rows of a step."""
     known = jnp.maximum(slot, 0)
-    held = host.row_cache_row[known, group]
+    held = host.row_cache_row[known, index_group]
     leased = (slot >= 0) & (host.row_cache_page[known, 0] >= 0)
 
-    def gather(_: jax.Array) -> jax.Array:
+    def gather(_: Array) -> Array:
         found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
         counted = (positions >= 0)[:, None] & (held >= 0) & leased
         return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
 
     return run_if(leased, gather, jnp.full(held.shape, -jnp.inf, scores.dtype))
+
+
+def _by_token(row_ids: Int[Array, "sequences rows k"]) -> Int[Array, "tokens k"]:
+    return row_ids.reshape(-1, row_ids.shape[-1])
 
 
 def _resolve(
@@ -243,13 +285,3 @@ def _plan_staging(
     first = jnp.arange(spilled.shape[0]) == jnp.argmax(spilled > 0)
     rows = jnp.where(first, plan.count * geometry.rows_per_device * num_layers, 0)
     return row_ids, plan, (jnp.zeros_like(spilled), spilled - in_place, in_place, spilled, rows)
-
-
-def stage_layer(store: KVStore, layer: Scalar, staged: StagedPages | None) -> KVStore:
-    """Stages one layer of the pages that its group's selection needs."""
-    if staged is None or store.host is None:
-        return store
-    slab = stage_pages(
-        store.slab, store.host.slab, layer, staged.host_page, staged.place, staged.count
-    )
-    return dataclasses.replace(store, slab=slab)

@@ -182,12 +182,16 @@ def test_equal_to_references(
     monkeypatch.setattr(plgpu, "kernel", count)
     config = small_config()
     geometry = small_geometry(config)
-    steps, params = Steps(config, geometry, make_mesh()), preset_params(config, 1)
+    params = preset_params(config, 1)
+    steps, steps_of_kernels = (
+        Steps(config, geometry, make_mesh(), single_scan=single_scan)
+        for single_scan in (True, False)
+    )
     state = random_state(config, geometry)
     expected, expected_state = run(steps, params, state)
     assert not traced
     with override_implementation("interpreter"):
-        found, found_state = run(steps, params, state)
+        found, found_state = run(steps_of_kernels, params, state)
         jax.block_until_ready(found_state)
     assert set(traced) == KERNELS
     assert "RACE DETECTED" not in capsys.readouterr().out

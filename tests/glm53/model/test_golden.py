@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 
 from glm53.checkpoint import load_hugging_face
 from glm53.model.config import GLMConfig
-from glm53.model.forward import Rows
 from glm53.model.mtp import MTPLayer
 from glm53.model.row_tiles import map_row_tiles
 from glm53.model.sharding import make_mesh
+from glm53.model.step_batch import StepBatch
 from glm53.model.steps import compiled_steps
 from kvcache import KVStore
 from pallas_kernels.common.row_format import RowKind
@@ -165,8 +165,8 @@ def test_first_draft_step_at_every_position(kit: str, prompt: str) -> None:
         model = nnx.merge(run.steps.graph, params)
         hidden = map_row_tiles(model.norm.bind(), hidden)
         positions = jnp.arange(1, len(ids) + 1)[None]
-        rows = Rows(positions, jnp.zeros(1, jnp.int32), table)
-        mtp = MTPLayer(model, run.config, run.geometry, rows)
+        batch = StepBatch(positions, jnp.zeros(1, jnp.int32), table)
+        mtp = MTPLayer(model, run.config, run.geometry, batch)
         outputs, _, _ = mtp.run(store, tokens, hidden)
         return mtp.forward.logits(outputs)
 

@@ -1,6 +1,7 @@
+import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm53.model import forward
 from glm53.model.config import GLMConfig
-from glm53.model.layer_plan import LayerIndex, Segment, layer_indices, plan_segments, run_layers
+from glm53.model.layer_plan import (
+    LayerIndex,
+    Segment,
+    layer_indices,
+    plan_segments,
+    run_layers,
+    run_mlp,
+)
 from glm53.model.presets import preset, preset_names
 from glm53.model.sharding import make_mesh
 from glm53.model.steps import Steps
@@ -92,13 +99,6 @@ def test_indices_of_presets() -> None:
         check_indices(preset(name))
 
 
-def test_as_shared() -> None:
-    """A layer that loses its place when it is told to reuse a selection."""
-    assert LayerIndex(7, 3, 4, full=True, sparse=True).as_shared() == LayerIndex(
-        7, 3, 4, full=False, sparse=True
-    )
-
-
 @given(kinds=KINDS.filter(bool), start=st.integers(0, 3))
 def test_segments_stand_for_the_layers(kinds: list[tuple[bool, bool]], start: int) -> None:
     """A layer that is left out, run twice, or given another's place, and a repeat not used."""
@@ -159,12 +159,20 @@ def test_run_layers(letters: str, single_scan: bool) -> None:
     kinds = [(letter == "F", number > 2) for number, letter in enumerate(letters)]
     layers = layer_indices(with_kinds(kinds))[: len(kinds)]
 
-    def run(index: LayerIndex, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        places = [index.layer, index.index_layer, index.mlp_layer, index.full, index.sparse]
-        return state + 1, jnp.stack([state, *(jnp.asarray(place, jnp.int32) for place in places)])
+    def layer(full: bool, index: LayerIndex, state: jax.Array) -> jax.Array:
+        sparse = run_mlp(index, lambda _: jnp.int32(1), lambda _: jnp.int32(0), jnp.int32(-1))
+        found = [index.layer, index.index_layer, index.mlp_layer, full, sparse]
+        return jnp.stack([state[0] + 1, *(jnp.asarray(each, jnp.int32) for each in found)])
 
-    state, outputs = run_layers(layers, run, jnp.int32(0), single_scan=single_scan)
-    assert state == len(layers)
+    state, outputs = run_layers(
+        layers,
+        functools.partial(layer, True),
+        functools.partial(layer, False),
+        jnp.full(6, -1, jnp.int32),
+        lambda state: state,
+        single_scan=single_scan,
+    )
+    assert state[0] == len(layers) - 1
     expected = [
         [x.layer, x.layer, x.index_layer, x.mlp_layer, x.full, x.sparse]  # in their order
         for x in layers
@@ -172,12 +180,8 @@ def test_run_layers(letters: str, single_scan: bool) -> None:
     np.testing.assert_array_equal(outputs, np.array(expected, np.int32))
 
 
-def _in_one_form(single_scan: bool) -> Callable:
-    return lambda *args, **_: run_layers(*args, single_scan=single_scan)
-
-
 @pytest.mark.compiles
-def test_both_forms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_forms_give_the_same_bits() -> None:
     """One loop over all layers, which runs on CPUs, that does other than the loops of GPUs: in a
     model with a repeated pattern and a layer besides, and a cache with rows in each tier."""
     config = micro_config().replace(
@@ -200,8 +204,7 @@ def test_both_forms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
             max_sequences=1,
             max_model_len=72,
         )
-        session.steps = Steps(config, session.geometry, make_mesh())
-        monkeypatch.setattr(forward, "run_layers", _in_one_form(single_scan))
+        session.steps = Steps(config, session.geometry, make_mesh(), single_scan=single_scan)
         session.cache.open(0, tokens[:48].tolist(), 70)
         results, reads = [], []
         for start, rows in [

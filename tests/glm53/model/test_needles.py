@@ -6,14 +6,14 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 from glm53 import chat
 from glm53.checkpoint import load_hugging_face
 from glm53.model.config import GLMConfig
-from glm53.model.forward import Forward, Selection
+from glm53.model.forward import Forward
 from glm53.model.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
-from kvcache.device.store import KVStore, translate_positions
 from serving.options.engine_options import model_path
 from tests.helpers.session import Session
 
@@ -100,13 +100,11 @@ def test_last_positions_instead_of_the_indexer(
 ) -> None:
     """With the last 64 positions in place of the selection no fact is found at 8K."""
 
-    def select_last(self: Forward, index, query, weights, store) -> tuple[KVStore, Selection]:
+    def select_last(self: Forward, *_: object) -> tuple[Array, None]:
         offsets = jnp.arange(1 - self.config.index_topk, 1)
-        positions = jnp.maximum(self.positions[:, None] + offsets, -1)
-        rows, _ = translate_positions(store, self.geometry, self.tables, positions, self.device)
-        return store, Selection(positions, rows, None)
+        return jnp.maximum(self.positions[:, None] + offsets, -1), None
 
-    monkeypatch.setattr(Forward, "_select", select_last)
+    monkeypatch.setattr(Forward, "select", select_last)
     # Another epsilon, too near to matter, so that steps compiled with the indexer are not reused.
     monkeypatch.setattr(reader, "config", reader.config.replace(rms_norm_eps=1.0000001e-5))
     assert reader.rate("8000", most=1) == 0

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec
 from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
 from kvcache.device.host_tier import READS
-from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE, resolve_selection, stage_layer
+from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE, resolve_selection
 from kvcache.device.store import MESH_AXIS, in_host, on_device
 from pallas_kernels.common.host_memory import HOST_MEMORY
 from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.stage_rows import stage_pages
 from tests.helpers.row_cache import RowCacheModel
 
 pytestmark = pytest.mark.compiles
@@ -57,9 +58,9 @@ def compiled(num_devices: int) -> Callable:
     sizes, mesh = geometry(num_devices), make_mesh(num_devices)
 
     def local(store, group, layers, slots, tables, positions, scores):
-        row_cache_scores = scores if positions.shape[1] <= MAX_ROWS_TO_RESOLVE else None
+        summary = scores if positions.shape[1] <= MAX_ROWS_TO_RESOLVE else None
         device = jax.lax.axis_index(MESH_AXIS)
-        store, row_ids, staged = resolve_selection(
+        store, resolved = resolve_selection(
             on_device(store),
             sizes,
             group,
@@ -67,15 +68,21 @@ def compiled(num_devices: int) -> Callable:
             slots,
             tables,
             positions,
-            row_cache_scores,
+            summary,
             device,
         )
+        row_ids, staged = resolved.row_ids.reshape(positions.shape), resolved.staged
+        assert staged is not None
 
         def attend(store: KVStore, layer: jax.Array) -> tuple[KVStore, jax.Array]:
-            store = stage_layer(store, layer, staged)
             assert store.host is not None
-            rows = store.slab.reshape(-1, store.slab.shape[-1])
-            host = store.host.slab.reshape(-1, *store.host.slab.shape[2:])
+            host_slab = store.host.slab
+            slab = stage_pages(
+                store.slab, host_slab, layer, staged.host_page, staged.place, staged.count
+            )
+            store = dataclasses.replace(store, slab=slab)
+            rows = slab.reshape(-1, slab.shape[-1])
+            host = host_slab.reshape(-1, *host_slab.shape[2:])
             resident = rows[(layer * sizes.device_rows + row_ids) % sizes.slab_rows]
             in_host = row_ids >= sizes.slab_rows
             spilled = host[jnp.where(in_host, row_ids - sizes.slab_rows, 0), layer]
