@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.row_format import E4M3_MAX, SCALE_GROUP, RowFormat
+from pallas_kernels.common.types import Interpret, Ref, Scalar, Slab
 
 _WARPS, _LANES = 4, 32
 _ROPE = 2 * _LANES
@@ -35,8 +37,6 @@ _FLAT_PAIRS = plgpu.Layout.TILED(
     plgpu.Tiling(((_ROPE,), (2,))), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
 )
 
-Index = int | jax.Array
-Ref = Any
 Layout = Any
 
 
@@ -50,16 +50,16 @@ def unsupported(row_format: RowFormat) -> str | None:
 
 
 def append_rows(
-    slab: jax.Array,
-    layer: Index,
-    latent: jax.Array,
-    rope: jax.Array,
-    places: jax.Array,
-    rows: jax.Array,
+    slab: Slab,
+    layer: Scalar,
+    latent: Float[Array, "tokens latent"],
+    rope: Float[Array, "tokens rope"],
+    places: Int[Array, " tokens"],
+    rows: Int[Array, " tokens"],
     *,
     row_format: RowFormat,
-    interpret: Any,
-) -> jax.Array:
+    interpret: Interpret,
+) -> Slab:
     """The kernel of `operation.append_rows`."""
     tokens, groups = latent.shape[0], row_format.num_scales
     fp8, with_rope = row_format.kind == "fp8", row_format.rope_dim > 0

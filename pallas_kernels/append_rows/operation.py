@@ -2,18 +2,17 @@
 
 import functools
 
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.append_rows import mosaic_gpu, reference
 from pallas_kernels.common.implementation import Implementation, run
 from pallas_kernels.common.row_format import RowFormat
-
-Slab = Shaped[Array, "layers pages rows_per_page width"]
+from pallas_kernels.common.types import Scalar, Slab
 
 
 def append_rows(
     slab: Slab,
-    layer: int | Int[Array, ""],
+    layer: Scalar,
     latent: Float[Array, "tokens latent"],
     rope: Float[Array, "tokens rope"],
     places: Int[Array, " tokens"],

@@ -1,20 +1,21 @@
 """Appending in plain jax.numpy."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.types import Scalar, Slab
 
 
 def append_rows(
-    slab: jax.Array,
-    layer: int | jax.Array,
-    latent: jax.Array,
-    rope: jax.Array,
-    places: jax.Array,
-    rows: jax.Array,
+    slab: Slab,
+    layer: Scalar,
+    latent: Float[Array, "tokens latent"],
+    rope: Float[Array, "tokens rope"],
+    places: Int[Array, " tokens"],
+    rows: Int[Array, " tokens"],
     row_format: RowFormat,
-) -> jax.Array:
+) -> Slab:
     """The reference of `operation.append_rows`."""
     place = jnp.where(places >= 0, places, slab.shape[1])
     packed = row_format.pack(latent, rope)

@@ -8,7 +8,7 @@ with `run_if`.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool
 
 Implementation = Literal["reference", "mosaic_gpu", "interpreter"]
-Kernel = Callable[..., Any]
-"""An operation's kernel: its arrays, and `interpret`, for `plgpu.kernel`."""
 
 _overridden: contextvars.ContextVar[Implementation | None] = contextvars.ContextVar(
     "implementation", default=None
@@ -41,32 +39,35 @@ def override_implementation(implementation: Implementation) -> Iterator[None]:
         jax.clear_caches()
 
 
-def run(
+def run[**Arrays, Result](
     implementation: Implementation | None,
-    reference: Callable[..., Any],
-    kernel: Kernel,
+    reference: Callable[Arrays, Result],
+    kernel: Callable[..., Result],
     unsupported: str | None,
-    *arrays: Any,
-) -> Any:
+    *arrays: Arrays.args,
+    **named_arrays: Arrays.kwargs,
+) -> Result:
     """Runs an operation.
 
     Args:
         implementation: which one; None chooses.
         reference: takes `arrays`.
-        kernel: takes `arrays` and `interpret`.
+        kernel: takes `arrays` and `interpret`, of type `Interpret`.
         unsupported: why the kernel cannot take these shapes, None if it can.
-        arrays: arrays, or trees of them.
+        arrays: what the operation is given.
+        named_arrays: likewise.
 
     Raises:
         ValueError: the kernel is asked for, and cannot take these shapes.
     """
     implementation = implementation or default_implementation(unsupported)
     if implementation == "reference":
-        return reference(*arrays)
+        return reference(*arrays, **named_arrays)
     if unsupported:
         raise ValueError(f"implementation={implementation!r}: {unsupported}")
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return kernel(*arrays, interpret=None if implementation == "mosaic_gpu" else interpret)
+    interpret = None if implementation == "mosaic_gpu" else interpret
+    return kernel(*arrays, **named_arrays, interpret=interpret)
 
 
 def run_if[State](

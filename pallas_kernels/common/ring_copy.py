@@ -9,13 +9,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Shaped
+
+from pallas_kernels.common.types import Interpret, Ref, Scalar
 
 NUM_BLOCKS = 132
 """Blocks of the grid: the multiprocessors of an H200."""
@@ -32,15 +35,12 @@ _RING_BYTES = 192 << 10
 _SLOT_ALIGNMENT = 128
 _LONGEST_BOX_SIDE = 256
 
-Index = int | jax.Array
-Ref = Any
-
 # Blocks in one piece need no descriptor, nor keep to the sides of a box.
 load = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 store = plgpu.copy_smem_to_gmem
 
 
-def divide(dividend: Index, divisor: Index) -> tuple[Index, Index]:
+def divide(dividend: Scalar, divisor: Scalar) -> tuple[Scalar, Scalar]:
     """Quotient and remainder of numbers that are not negative.
 
     `//` would take signs into account, and instructions with them.
@@ -61,15 +61,15 @@ class Copies:
         store: `store(transfer, slot)` starts the copy of a slot to where the transfer leads.
     """
 
-    count: Index
-    load: Callable[[Index, Ref, Ref], None]
-    store: Callable[[Index, Ref], None]
+    count: Scalar
+    load: Callable[[Scalar, Ref, Ref], None]
+    store: Callable[[Scalar, Ref], None]
 
 
 class _Part(NamedTuple):
-    first: Index
-    number: Index
-    start: Index
+    first: Scalar
+    number: Scalar
+    start: Scalar
     size: int
 
 
@@ -82,7 +82,7 @@ class Spans:
         sizes: sizes of the spans, descending, such that nothing is left over.
     """
 
-    length: Index
+    length: Scalar
     sizes: tuple[int, ...]
 
     @classmethod
@@ -102,11 +102,11 @@ class Spans:
         return parts
 
     @property
-    def count(self) -> Index:
+    def count(self) -> Scalar:
         """Number of spans."""
         return sum(part.number for part in self._parts)
 
-    def visit(self, index: Index, run: Callable[[Index, int], None]) -> None:
+    def visit(self, index: Scalar, run: Callable[[Scalar, int], None]) -> None:
         """Calls `run(start, size)` for a span, whose size is static."""
         if len(self.sizes) == 1:
             run(index * self.sizes[0], self.sizes[0])
@@ -131,7 +131,7 @@ def split_row(width: int, dtype: jax.typing.DTypeLike) -> tuple[int, int] | None
     return None
 
 
-def unsupported_rows(slab: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+def unsupported_rows(slab: Shaped[Array, "..."] | jax.ShapeDtypeStruct) -> str | None:
     """Why rows [..., width] cannot be copied singly, None if they can."""
     width, itemsize = slab.shape[-1], slab.dtype.itemsize
     if split_row(width, slab.dtype) is None:
@@ -147,13 +147,13 @@ def lines_within(line_bytes: int) -> int:
 def ring_copy(
     name: str,
     plan: Callable[..., Copies],
-    target: jax.Array,
-    operands: Sequence[jax.Array],
+    target: Shaped[Array, "*shape"],
+    operands: Sequence[Shaped[Array, "..."]],
     slot: tuple[int, ...],
     most: int,
     num_blocks: int,
-    interpret: Any,
-) -> jax.Array:
+    interpret: Interpret,
+) -> Shaped[Array, "*shape"]:
     """Executes the copies that `plan` makes of references to `target` and to `operands`.
 
     Args:
@@ -202,18 +202,18 @@ def _copy(copies: Copies, slots: Ref, barriers: Ref, num_blocks: int) -> None:
     block = lax.axis_index("block")
     count, _ = divide(copies.count - block + num_blocks - 1, num_blocks)
 
-    def fill(turn: Index) -> None:
+    def fill(turn: Scalar) -> None:
         slot = lax.rem(turn, num_slots)
         copies.load(block + turn * num_blocks, slots.at[slot], barriers.at[slot])
 
-    def drain(turn: Index) -> None:
+    def drain(turn: Scalar) -> None:
         slot = lax.rem(turn, num_slots)
         plgpu.barrier_wait(barriers.at[slot])
         copies.store(block + turn * num_blocks, slots.at[slot])
         # The slot before this one has been read: it is the next to be filled.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-    def step(turn: Index, _: None) -> None:
+    def step(turn: Scalar, _: None) -> None:
         pl.when(turn < count)(lambda: fill(turn))
         pl.when(turn >= ahead)(lambda: drain(turn - ahead))
 

@@ -1,42 +1,40 @@
 """Fetching as asynchronous copies, a row each."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.ring_copy import (
     NUM_BLOCKS,
     Copies,
-    Index,
-    Ref,
     load,
     ring_copy,
     split_row,
     store,
 )
+from pallas_kernels.common.types import HostSlab, Interpret, Ref, Scalar
+from pallas_kernels.fetch_rows.reference import Rows
 
 
 def fetch_rows(
-    rows: jax.Array,
-    host: jax.Array,
-    layer: Index,
-    host_rows: jax.Array,
-    targets: jax.Array,
-    count: jax.Array,
+    rows: Rows,
+    host: HostSlab,
+    layer: Scalar,
+    host_rows: Int[Array, " listed"],
+    targets: Int[Array, " listed"],
+    count: Int[Array, ""],
     *,
-    interpret: Any,
+    interpret: Interpret,
     num_blocks: int = NUM_BLOCKS,
-) -> jax.Array:
+) -> Rows:
     """The kernel of `operation.fetch_rows`."""
     row = split_row(host.shape[3], host.dtype)
     assert row is not None
 
     def plan(rows: Ref, host: Ref, layer: Ref, host_rows: Ref, targets: Ref, count: Ref) -> Copies:
-        def fetch(transfer: Index, slot: Ref, barrier: Ref) -> None:
+        def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
             load(host.at[host_rows[transfer], layer[0]], slot.at[0], barrier)
 
-        def put(transfer: Index, slot: Ref) -> None:
+        def put(transfer: Scalar, slot: Ref) -> None:
             store(slot.at[0], rows.at[targets[transfer]])
 
         return Copies(count[0], fetch, put)

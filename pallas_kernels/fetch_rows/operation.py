@@ -1,14 +1,12 @@
 """Public function that fetches rows. Entries beyond the count, which is on the device, are free."""
 
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.implementation import Implementation, run
 from pallas_kernels.common.ring_copy import unsupported_rows
+from pallas_kernels.common.types import HostSlab, Scalar
 from pallas_kernels.fetch_rows import mosaic_gpu, reference
-
-Rows = Shaped[Array, "rows width"]
-HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
-Scalar = int | Int[Array, ""]
+from pallas_kernels.fetch_rows.reference import Rows
 
 
 def fetch_rows(

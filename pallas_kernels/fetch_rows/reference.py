@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.common.types import HostSlab, Scalar
+
 Rows = Shaped[Array, "rows width"]
-HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
-Scalar = int | Int[Array, ""]
+"""The buffer that rows are fetched to."""
 
 
 def fetch_rows(

@@ -1,4 +1,4 @@
-"""Index scores on tensor cores: blocks of keys against the queries of a few rows at a time.
+"""Scalar scores on tensor cores: blocks of keys against the queries of a few rows at a time.
 
 The blocks of all sequences are numbered through and dealt out evenly, whatever the sequences'
 lengths. A warpgroup keeps blocks of stored keys in flight to shared memory, turns the one that
@@ -19,30 +19,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.types import Interpret, Ref, Scalar
 from pallas_kernels.index_scores.plan import BLOCK, RING, Plan
 from pallas_kernels.index_scores.query_operand import WORDS, query_operand
 from pallas_kernels.index_scores.reference import KEY_BLOCK
 
 _NUM_BLOCKS = 132  # one on each multiprocessor of an H200
 
-Ref = Any
-Index = jax.Array | int
-
 
 def index_scores(
-    query: jax.Array,
-    head_weights: jax.Array,
-    index_keys: jax.Array,
-    index_layer: Index,
-    pages: jax.Array,
-    num_keys: jax.Array,
+    query: Float[Array, "sequences rows heads key_dim"],
+    head_weights: Float[Array, "sequences rows heads"],
+    index_keys: Shaped[Array, "index_layers pages rows_per_page width"],
+    index_layer: Scalar,
+    pages: Int[Array, "sequences context_pages"],
+    num_keys: Int[Array, " sequences"],
     *,
     row_format: RowFormat,
-    interpret: Any,
+    interpret: Interpret,
     num_blocks: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "sequences rows context"]:
     """The kernel of `operation.batched_index_scores`."""
     sequences, rows, heads, _ = query.shape
     fp8_keys = row_format.kind == "fp8"
@@ -185,7 +184,7 @@ class _Warpgroup:
         first = first + self.number
         count = jnp.maximum(last - first + plan.warpgroups - 1, 0) // plan.warpgroups
 
-        def block(step: Index) -> jax.Array:
+        def block(step: Scalar) -> jax.Array:
             return first + step * plan.warpgroups
 
         for step in range(RING):
@@ -216,7 +215,7 @@ class _Warpgroup:
                 self._multiply(self.operand.at[slot], scores.at[:, columns])
                 refill()
 
-    def fill(self, scores: Ref, first: jax.Array, stride: Index) -> None:
+    def fill(self, scores: Ref, first: jax.Array, stride: Scalar) -> None:
         """Writes -inf to every so many of the blocks from `first` on."""
         count = jnp.maximum(self.plan.context_blocks - first + stride - 1, 0) // stride
         nothing = jnp.full((BLOCK,), -jnp.inf, jnp.float32)
@@ -227,7 +226,7 @@ class _Warpgroup:
             for row in range(self.plan.rows_together):
                 scores[row, columns] = nothing
 
-    def _slot(self, step: Index) -> Index:
+    def _slot(self, step: Scalar) -> Scalar:
         return self.number * RING + lax.rem(step, RING)
 
     def _lines(self, pages: Ref, block: jax.Array) -> list[jax.Array]:
@@ -243,7 +242,7 @@ class _Warpgroup:
             lines.append(row // plan.keys_per_line)
         return lines
 
-    def _fetch(self, lines: list[jax.Array], slot: Index) -> None:
+    def _fetch(self, lines: list[jax.Array], slot: Scalar) -> None:
         """Begins to copy a block of keys."""
         size = self.plan.copied_keys // self.plan.keys_per_line
         target = self.words if self.plan.fp8_keys else self.operand
@@ -254,7 +253,7 @@ class _Warpgroup:
                 self.landed.at[slot],
             )
 
-    def _unpack(self, slot: Index) -> None:
+    def _unpack(self, slot: Scalar) -> None:
         """Turns a landed block of words into operand and scales; the slot is free after it."""
         words = self.words.at[slot]
         if self.plan.keys_per_line > 1:

@@ -1,7 +1,6 @@
 """Lightning-indexer scores of query rows over the paged index keys of their sequences."""
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -9,6 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.common import implementation as implementations
 from pallas_kernels.common.implementation import Implementation
 from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.types import Interpret
 from pallas_kernels.index_scores import mosaic_gpu, reference
 from pallas_kernels.index_scores.plan import unsupported
 
@@ -26,8 +26,16 @@ def index_scores(
 ) -> Float[Array, "rows context"]:
     """`batched_index_scores` of one sequence."""
 
-    def kernel(*operands: Any, interpret: Any) -> Any:
-        query, head_weights, index_keys, index_layer, pages, num_keys = operands
+    def kernel(
+        query: Array,
+        head_weights: Array,
+        index_keys: Array,
+        index_layer: Array,
+        pages: Array,
+        num_keys: Array,
+        *,
+        interpret: Interpret,
+    ) -> Array:
         return mosaic_gpu.index_scores(
             query[None],
             head_weights[None],

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -25,7 +26,10 @@ _SWIZZLE = 128
 
 
 def unsupported(
-    query_shape: tuple[int, ...], query_dtype: Any, rows_per_page: int, row_format: RowFormat
+    query_shape: tuple[int, ...],
+    query_dtype: jax.typing.DTypeLike,
+    rows_per_page: int,
+    row_format: RowFormat,
 ) -> str | None:
     """Why the kernel cannot score queries [sequences, rows, heads, key_dim], None if it can."""
     sequences, rows, heads, key_dim = query_shape

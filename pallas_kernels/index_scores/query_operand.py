@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 KEY_DIM = 128
 WORDS = KEY_DIM // 4
@@ -12,8 +13,10 @@ WORDS = KEY_DIM // 4
 
 
 def query_operand(
-    query: jax.Array, head_weights: jax.Array, fp8_keys: bool
-) -> tuple[jax.Array, jax.Array]:
+    query: Float[Array, "sequences rows heads key_dim"],
+    head_weights: Float[Array, "sequences rows heads"],
+    fp8_keys: bool,
+) -> tuple[Float[Array, "sequences parts columns key_dim"], Float[Array, "sequences columns"]]:
     """Queries as parts [sequences, parts, rows * heads, key_dim] that sum to them, and weights.
 
     For fp8 keys, whose values float16 holds, the parts are float16: one of a bfloat16 query; two of

@@ -16,8 +16,6 @@ from pallas_kernels.common.ring_copy import (
     NUM_BLOCKS,
     TRANSFER_BYTES,
     Copies,
-    Index,
-    Ref,
     Spans,
     divide,
     lines_within,
@@ -26,9 +24,11 @@ from pallas_kernels.common.ring_copy import (
     split_row,
     store,
 )
+from pallas_kernels.common.types import HostSlab, Interpret, Ref, Scalar, Slab
+from pallas_kernels.move_pages.reference import Moves
 
 
-def unsupported_copy(slab: jax.Array) -> str | None:
+def unsupported_copy(slab: Slab) -> str | None:
     """Why the kernel cannot copy pages within a slab, None if it can."""
     page_bytes = slab.shape[2] * slab.shape[3] * slab.dtype.itemsize
     if page_bytes % ALIGNMENT:
@@ -37,32 +37,32 @@ def unsupported_copy(slab: jax.Array) -> str | None:
 
 
 def offload_pages(
-    slab: jax.Array,
-    host: jax.Array,
-    moves: jax.Array,
+    slab: Slab,
+    host: HostSlab,
+    moves: Moves,
     *,
-    interpret: Any,
+    interpret: Interpret,
     num_blocks: int = NUM_BLOCKS,
-) -> jax.Array:
+) -> HostSlab:
     """The kernel of `operation.offload_pages`."""
     row, spans = _layout(slab)
 
     def plan(host: Ref, slab: Ref, moves: Ref) -> Copies:
-        def fetch(transfer: Index, slot: Ref, barrier: Ref) -> None:
+        def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
             move, page_row, span = _place(transfer, host.shape[1], spans)
             page = moves[move, 0]
 
-            def layers(start: Index, size: int) -> None:
+            def layers(start: Scalar, size: int) -> None:
                 source = slab.at[pl.ds(start, size), page, page_row]
                 load(source, slot.at[pl.ds(0, size)], barrier)
 
             spans.visit(span, layers)
 
-        def put(transfer: Index, slot: Ref) -> None:
+        def put(transfer: Scalar, slot: Ref) -> None:
             move, page_row, span = _place(transfer, host.shape[1], spans)
             target = host.at[moves[move, 1], page_row]
 
-            def layers(start: Index, size: int) -> None:
+            def layers(start: Scalar, size: int) -> None:
                 store(slot.at[pl.ds(0, size)], target.at[pl.ds(start, size)])
 
             spans.visit(span, layers)
@@ -83,31 +83,31 @@ def offload_pages(
 
 
 def onload_pages(
-    slab: jax.Array,
-    host: jax.Array,
-    moves: jax.Array,
+    slab: Slab,
+    host: HostSlab,
+    moves: Moves,
     *,
-    interpret: Any,
+    interpret: Interpret,
     num_blocks: int = NUM_BLOCKS,
-) -> jax.Array:
+) -> Slab:
     """The kernel of `operation.onload_pages`."""
     row, spans = _layout(slab)
 
     def plan(slab: Ref, host: Ref, moves: Ref) -> Copies:
-        def fetch(transfer: Index, slot: Ref, barrier: Ref) -> None:
+        def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
             move, page_row, span = _place(transfer, host.shape[1], spans)
             source = host.at[moves[move, 0], page_row]
 
-            def layers(start: Index, size: int) -> None:
+            def layers(start: Scalar, size: int) -> None:
                 load(source.at[pl.ds(start, size)], slot.at[pl.ds(0, size)], barrier)
 
             spans.visit(span, layers)
 
-        def put(transfer: Index, slot: Ref) -> None:
+        def put(transfer: Scalar, slot: Ref) -> None:
             move, page_row, span = _place(transfer, host.shape[1], spans)
             page = moves[move, 1]
 
-            def layers(start: Index, size: int) -> None:
+            def layers(start: Scalar, size: int) -> None:
                 store(slot.at[pl.ds(0, size)], slab.at[pl.ds(start, size), page, page_row])
 
             spans.visit(span, layers)
@@ -128,8 +128,8 @@ def onload_pages(
 
 
 def copy_pages(
-    slab: jax.Array, moves: jax.Array, *, interpret: Any, num_blocks: int = NUM_BLOCKS
-) -> jax.Array:
+    slab: Slab, moves: Moves, *, interpret: Interpret, num_blocks: int = NUM_BLOCKS
+) -> Slab:
     """The kernel of `operation.copy_pages`."""
     layers, pages, rows_per_page, width = slab.shape
     line = ALIGNMENT // slab.dtype.itemsize  # a page need not consist of longer ones
@@ -137,7 +137,7 @@ def copy_pages(
     spans = Spans.even(lines, TRANSFER_BYTES // ALIGNMENT)
 
     def plan(slab: Ref, moves: Ref) -> Copies:
-        def part(transfer: Index, end: int, run: Any) -> None:
+        def part(transfer: Scalar, end: int, run: Any) -> None:
             place, span = divide(transfer, spans.count)
             move, layer = divide(place, layers)
             page = slab.at[layer, moves[move, end]]
@@ -146,10 +146,10 @@ def copy_pages(
                 lambda start, size: run(page.at[pl.ds(start * line, size * line)], size * line),
             )
 
-        def fetch(transfer: Index, slot: Ref, barrier: Ref) -> None:
+        def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
             part(transfer, 0, lambda page, size: load(page, slot.at[pl.ds(0, size)], barrier))
 
-        def put(transfer: Index, slot: Ref) -> None:
+        def put(transfer: Scalar, slot: Ref) -> None:
             part(transfer, 1, lambda page, size: store(slot.at[pl.ds(0, size)], page))
 
         return Copies(_count(moves) * layers * spans.count, fetch, put)
@@ -175,17 +175,17 @@ def _layout(slab: jax.Array) -> tuple[tuple[int, int], Spans]:
     return row, Spans.even(layers, lines_within(width * slab.dtype.itemsize))
 
 
-def _place(transfer: Index, rows: int, spans: Spans) -> tuple[Index, Index, Index]:
+def _place(transfer: Scalar, rows: int, spans: Spans) -> tuple[Scalar, Scalar, Scalar]:
     """Move, row of the page and span of its layers of a transfer."""
     place, span = divide(transfer, spans.count)
     return *divide(place, rows), span
 
 
-def _count(moves: Ref) -> Index:
+def _count(moves: Ref) -> Scalar:
     """Moves before the padding, by bisection."""
     size = moves.shape[0]
 
-    def halve(_: Index, bounds: tuple[Index, Index]) -> tuple[Index, Index]:
+    def halve(_: Scalar, bounds: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         low, high = bounds
         middle, _ = divide(low + high, 2)
         valid = (low < high) & (moves[jnp.minimum(middle, size - 1), 0] >= 0)

@@ -4,15 +4,11 @@ Lists have a fixed size; an entry with negative places is padding, lies after th
 nothing. No move of a list reads or writes what another one writes.
 """
 
-from jaxtyping import Array, Int, Shaped
-
 from pallas_kernels.common.implementation import Implementation, run
 from pallas_kernels.common.ring_copy import unsupported_rows
+from pallas_kernels.common.types import HostSlab, Slab
 from pallas_kernels.move_pages import mosaic_gpu, reference
-
-Slab = Shaped[Array, "layers device_pages rows_per_page width"]
-HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
-Moves = Int[Array, "moves 2"]
+from pallas_kernels.move_pages.reference import Moves
 
 
 def offload_pages(

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
-Slab = Shaped[Array, "layers device_pages rows_per_page width"]
-HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
+from pallas_kernels.common.types import HostSlab, Slab
+
 Moves = Int[Array, "moves 2"]
+"""Pages to move: from, to; then padding of -1."""
 
 
 def offload_pages(slab: Slab, host: HostSlab, moves: Moves) -> HostSlab:

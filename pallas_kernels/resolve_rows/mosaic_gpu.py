@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common import block_selection
 from pallas_kernels.common.block_selection import GRANULE, LARGEST_BLOCK
+from pallas_kernels.common.types import Interpret
 from pallas_kernels.resolve_rows.reference import Resolution
 
 _LARGEST = jnp.iinfo(jnp.int16).max
@@ -43,7 +44,7 @@ def resolve_rows(
     *,
     first_host_row: int,
     rows_per_page: int,
-    interpret: Any,
+    interpret: Interpret,
 ) -> Resolution:
     """`operation.resolve_rows`."""
     num_slots, _, num_entries = row_cache_row.shape
@@ -158,7 +159,7 @@ def _plan(
     row_cache_scores: Float[Array, "sequences entries"],
     used: Int[Array, "sequences entries"],
     first: Bool[Array, "sequences selected"],
-    interpret: Any,
+    interpret: Interpret,
 ) -> tuple[
     Int[Array, "sequences staged"],
     Int[Array, "sequences staged"],

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.common import block_selection
+from pallas_kernels.common.types import Interpret
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -46,7 +47,7 @@ def select_topk(
     first: int,
     k: int,
     ordered: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """`operation.select_topk`; if not `ordered`, positions ascend."""
     kept = min(k, scores.shape[1])
@@ -70,7 +71,7 @@ def merge_topk(
     scores: Float[Array, "shards rows k"],
     positions: Int[Array, "shards rows k"],
     *,
-    interpret: Any,
+    interpret: Interpret,
 ) -> Int[Array, "rows k"]:
     """`operation.merge_topk`."""
     num_shards, _, k = scores.shape
@@ -91,7 +92,7 @@ def _finish(
     k: int,
     *,
     by_position: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """The best k of each row, by rounds, in the order they are in; of equal scores those of the
     lowest positions, or the first. Where there are fewer, -inf and -1."""
@@ -121,7 +122,7 @@ def _best_of_blocks(
     bounds: tuple[Int[Array, " width"], Int[Array, " rows"]] | None = None,
     first: int = 0,
     order: Int[Array, "lists rows width"] | None = None,
-    interpret: Any,
+    interpret: Interpret,
 ) -> Int[Array, "blocks rows kept"]:
     """One round: indices of the best k of each block of a row, ascending, then -1.
 

@@ -1,16 +1,13 @@
 """Staging as asynchronous copies. A row's layers of one index group are one transfer, or few."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.ring_copy import (
     NUM_BLOCKS,
     Copies,
-    Index,
-    Ref,
     Spans,
     divide,
     lines_within,
@@ -19,23 +16,24 @@ from pallas_kernels.common.ring_copy import (
     split_row,
     store,
 )
+from pallas_kernels.common.types import HostSlab, Interpret, Ref, Scalar, Slab
 
 LAYERS_TOGETHER = (4, 2, 1)
 """Layers of a transfer of `stage_rows`; GLM-5.3's groups have 4 layers or 1."""
 
 
 def stage_rows(
-    slab: jax.Array,
-    host: jax.Array,
-    first_layer: Index,
-    num_layers: Index,
-    host_rows: jax.Array,
-    device_rows: jax.Array,
-    count: jax.Array,
+    slab: Slab,
+    host: HostSlab,
+    first_layer: Scalar,
+    num_layers: Scalar,
+    host_rows: Int[Array, " misses"],
+    device_rows: Int[Array, " misses"],
+    count: Int[Array, ""],
     *,
-    interpret: Any,
+    interpret: Interpret,
     num_blocks: int = NUM_BLOCKS,
-) -> jax.Array:
+) -> Slab:
     """The kernel of `operation.stage_rows`."""
     layers, device_pages, rows_per_page, width = slab.shape
     row = split_row(width, slab.dtype)
@@ -47,20 +45,20 @@ def stage_rows(
     ) -> Copies:
         first_layer, bursts = first[0], Spans(layers[0], sizes)
 
-        def fetch(transfer: Index, slot: Ref, barrier: Ref) -> None:
+        def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
             miss, index = divide(transfer, bursts.count)
             row = host.at[host_rows[miss]]
 
-            def burst(start: Index, size: int) -> None:
+            def burst(start: Scalar, size: int) -> None:
                 load(row.at[pl.ds(first_layer + start, size)], slot.at[pl.ds(0, size)], barrier)
 
             bursts.visit(index, burst)
 
-        def put(transfer: Index, slot: Ref) -> None:
+        def put(transfer: Scalar, slot: Ref) -> None:
             miss, index = divide(transfer, bursts.count)
             place = device_rows[miss]
 
-            def burst(start: Index, size: int) -> None:
+            def burst(start: Scalar, size: int) -> None:
                 target = slab.at[pl.ds(first_layer + start, size), place]
                 store(slot.at[pl.ds(0, size)], target)
 
@@ -89,16 +87,16 @@ def stage_rows(
 
 
 def stage_pages(
-    slab: jax.Array,
-    host: jax.Array,
-    layer: Index,
-    host_pages: jax.Array,
-    places: jax.Array,
-    count: jax.Array,
+    slab: Slab,
+    host: HostSlab,
+    layer: Scalar,
+    host_pages: Int[Array, " pages"],
+    places: Int[Array, " pages"],
+    count: Int[Array, ""],
     *,
-    interpret: Any,
+    interpret: Interpret,
     num_blocks: int = NUM_BLOCKS,
-) -> jax.Array:
+) -> Slab:
     """The kernel of `operation.stage_pages`."""
     layers, device_pages, rows_per_page, width = slab.shape
     row = split_row(width, slab.dtype)
@@ -106,21 +104,21 @@ def stage_pages(
     spans = Spans.even(rows_per_page, lines_within(width * slab.dtype.itemsize))
 
     def plan(slab: Ref, host: Ref, layer: Ref, host_pages: Ref, places: Ref, count: Ref) -> Copies:
-        def fetch(transfer: Index, slot: Ref, barrier: Ref) -> None:
+        def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
             staged, index = divide(transfer, spans.count)
             page = host_pages[staged]
 
-            def rows(start: Index, size: int) -> None:
+            def rows(start: Scalar, size: int) -> None:
                 load(host.at[page, pl.ds(start, size), layer[0]], slot.at[pl.ds(0, size)], barrier)
 
             spans.visit(index, rows)
 
-        def put(transfer: Index, slot: Ref) -> None:
+        def put(transfer: Scalar, slot: Ref) -> None:
             staged, index = divide(transfer, spans.count)
             place = layer[0] * device_pages + places[staged]
             page = slab.at[divide(place, layers * device_pages)[1]]
 
-            def rows(start: Index, size: int) -> None:
+            def rows(start: Scalar, size: int) -> None:
                 store(slot.at[pl.ds(0, size)], page.at[pl.ds(start, size)])
 
             spans.visit(index, rows)
@@ -140,5 +138,5 @@ def stage_pages(
     return staged.reshape(slab.shape)
 
 
-def _scalar(value: Index) -> jax.Array:
+def _scalar(value: Scalar) -> jax.Array:
     return jnp.asarray(value, jnp.int32).reshape(1)

@@ -1,14 +1,11 @@
 """Public functions that stage. Entries beyond the counts, which are on the device, are free."""
 
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.implementation import Implementation, run
 from pallas_kernels.common.ring_copy import unsupported_rows
+from pallas_kernels.common.types import HostSlab, Scalar, Slab
 from pallas_kernels.stage_rows import mosaic_gpu, reference
-
-Slab = Shaped[Array, "layers device_pages rows_per_page width"]
-HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
-Scalar = int | Int[Array, ""]
 
 
 def stage_rows(

@@ -3,11 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
-Slab = Shaped[Array, "layers device_pages rows_per_page width"]
-HostSlab = Shaped[Array, "host_pages rows_per_page layers width"]
-Scalar = int | Int[Array, ""]
+from pallas_kernels.common.types import HostSlab, Scalar, Slab
 
 _ROWS_TOGETHER = 64
 
