@@ -7,6 +7,7 @@ Shapes come from buckets: the number of sequences and rows of a step, and `conte
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -95,22 +96,76 @@ class DraftOutput:
     selected: Int[Array, "sequences k"]
 
 
+class PrefillStep(Protocol):
+    """Step that appends tokens to sequences and returns the greedy token after each one's last."""
+
+    def __call__(
+        self,
+        params: nnx.State,
+        store: KVStore,
+        sequences: SequenceState,
+        batch: PrefillBatch,
+        /,
+        *,
+        context_pages: int,
+        trace: bool = False,
+    ) -> tuple[StepOutput, KVStore, SequenceState]:
+        """Runs the step."""
+        ...
+
+
+class DecodeStep(Protocol):
+    """Step that appends each sequence's last sampled token and returns the next greedy one."""
+
+    def __call__(
+        self,
+        params: nnx.State,
+        store: KVStore,
+        sequences: SequenceState,
+        slots: Int[Array, " sequences"],
+        /,
+        *,
+        context_pages: int,
+    ) -> tuple[StepOutput, KVStore, SequenceState]:
+        """Runs the step."""
+        ...
+
+
+class DraftStep(Protocol):
+    """Step that drafts the tokens after each sequence's last sampled one, greedily."""
+
+    def __call__(
+        self,
+        params: nnx.State,
+        store: KVStore,
+        sequences: SequenceState,
+        slots: Int[Array, " sequences"],
+        /,
+        *,
+        context_pages: int,
+        num_drafts: int,
+    ) -> tuple[DraftOutput, KVStore, SequenceState]:
+        """Runs the step."""
+        ...
+
+
 class Steps:
     """The compiled steps of one model on one mesh.
 
-    `prefill(params, store, sequences, batch, context_pages=, trace=)`,
-    `decode(params, store, sequences, slots, context_pages=)` and
-    `draft(params, store, sequences, slots, context_pages=, num_drafts=)` return their output, the
-    store and the sequences; store and sequences are donated. `head(params, hidden)` returns the
-    logits [rows, vocab] of hidden states [rows, hidden].
-
-    `context_pages` bounds the pages of every sequence in the step, the tokens it appends included.
+    Store and sequences are donated to a step, which returns them changed. `context_pages` bounds
+    the pages of every sequence in the step, the tokens it appends included.
 
     Args:
         config: the model's configuration.
         geometry: the store's sizes.
         mesh: where they run.
         single_scan: see `run_layers`; None is True on CPUs.
+
+    Attributes:
+        prefill: appends tokens to sequences.
+        decode: appends a token to each sequence.
+        draft: drafts tokens with the MTP layer.
+        head: logits [rows, vocab] of normalised hidden states [rows, hidden].
 
     Raises:
         ValueError: the mesh does not divide a sharded axis, or is not the geometry's.
@@ -148,10 +203,12 @@ class Steps:
                 compiler_options=options,
             )
 
-        self.prefill = jit(self._prefill, STEP_OUTPUT, "context_pages", "trace")
-        self.decode = jit(self._decode, STEP_OUTPUT, "context_pages")
-        self.draft = jit(self._draft, _EVERYWHERE, "context_pages", "num_drafts")
-        self.head = jax.jit(self._head, compiler_options=options)
+        self.prefill: PrefillStep = jit(self._prefill, STEP_OUTPUT, "context_pages", "trace")
+        self.decode: DecodeStep = jit(self._decode, STEP_OUTPUT, "context_pages")
+        self.draft: DraftStep = jit(self._draft, _EVERYWHERE, "context_pages", "num_drafts")
+        self.head: Callable[
+            [nnx.State, Float[Array, "rows hidden"]], Float[Array, "rows vocab"]
+        ] = jax.jit(self._head, compiler_options=options)
 
     def _head(
         self, params: nnx.State, hidden: Float[Array, "rows hidden"]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvcache.cache_compiled import cache_compiled
@@ -20,6 +21,12 @@ from kvcache.geometry import KVGeometry
 from pallas_kernels.common.compiler_options import gpu_options
 from pallas_kernels.move_pages import copy_pages, offload_pages, onload_pages
 
+PageRows = Shaped[Array, "pages rows_per_page layers width"]
+"""MLA rows of whole pages."""
+
+PageKeys = Shaped[Array, "pages rows_per_page index_layers index_width"]
+"""Index keys of whole pages."""
+
 EVERYWHERE = PartitionSpec()
 _BY_ROW = PartitionSpec(None, MESH_AXIS)
 
@@ -27,16 +34,34 @@ _BY_ROW = PartitionSpec(None, MESH_AXIS)
 class Transitions:
     """Compiled transitions of one store on one mesh.
 
-    `move(store, moves)` executes a list of page moves.
-    `lease(store, slots, pages)` gives slots [changes] row-cache pages [changes, row_cache_pages],
-    -1 for none. `set_staging_pages(store, pages)` sets the pages [staging_pages] that a prefill may
-    stage to. `write(store, pages, rows, keys)` fills pages [n], wherever they lie. `decay(store)`
-    returns the store with its counts of selections halved, and the counts before.
+    The store is donated, but to `read`. Slots and pages of -1 are padding.
 
-    Each returns the store, which is donated. `read(store, pages)` returns what `write` takes: rows
-    [n, rows_per_page, layers, width] and keys [n, rows_per_page, index_layers, width], the rows of
-    a page as `KVGeometry.page_row` has them. Slots and pages of -1 are padding.
+    Attributes:
+        move: executes a list of page moves.
+        lease: gives slots row-cache pages, -1 for none.
+        set_staging_pages: sets the pages that a prefill may stage to.
+        write: fills pages, wherever they lie, with rows and index keys, the rows of a page as
+            `KVGeometry.page_row` has them.
+        decay: halves the store's counts of selections, and returns the counts before.
+        read: returns what `write` takes.
     """
+
+    move: Callable[[KVStore, MoveList], KVStore]
+    lease: Callable[
+        [KVStore, Int[ArrayLike, " changes"], Int[ArrayLike, "changes row_cache_pages"]], KVStore
+    ]
+    set_staging_pages: Callable[[KVStore, Int[ArrayLike, " staging"]], KVStore]
+    write: Callable[
+        [
+            KVStore,
+            Int[ArrayLike, " pages"],
+            Shaped[ArrayLike, "pages rows_per_page layers width"],
+            Shaped[ArrayLike, "pages rows_per_page index_layers index_width"],
+        ],
+        KVStore,
+    ]
+    decay: Callable[[KVStore], tuple[KVStore, Float[Array, " pages"]]]
+    read: Callable[[KVStore, Int[ArrayLike, " pages"]], tuple[PageRows, PageKeys]]
 
     def __init__(self, geometry: KVGeometry, mesh: Mesh) -> None:
         specs, shardings = KVStore.specs(geometry), KVStore.shardings(geometry, mesh)
@@ -133,8 +158,8 @@ def _write(
     geometry: KVGeometry,
     store: KVStore,
     pages: Int[Array, " pages"],
-    rows: Shaped[Array, "pages rows layers width"],
-    keys: Shaped[Array, "pages rows index_layers index_width"],
+    rows: PageRows,
+    keys: PageKeys,
 ) -> KVStore:
     known = jnp.maximum(pages, 0)
 
@@ -156,7 +181,7 @@ def _write(
     return dataclasses.replace(store, slab=slab, index_keys=index_keys, host=host)
 
 
-def _read(store: KVStore, pages: Int[Array, " pages"]) -> tuple[jax.Array, jax.Array]:
+def _read(store: KVStore, pages: Int[Array, " pages"]) -> tuple[PageRows, PageKeys]:
     known = jnp.maximum(pages, 0)
     place = store.device_page_index[known]
     by_layer = store.slab[:, jnp.maximum(place, 0)]
