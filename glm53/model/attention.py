@@ -1,17 +1,39 @@
-"""Sparse multi-head latent attention in absorbed form: heads score and mix the cached latents."""
+"""Multi-head latent attention in absorbed form: heads score and average the cached latents.
+
+DeepSeek-V2 (arXiv:2405.04434), section 2.1: queries take in the up-projection of keys (W_UK), and
+the output projection follows that of values (W_UV), so that only latents and rotated keys are
+cached.
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
 from glm53.model.linear import Linear, RMSNorm
 from glm53.model.rope import apply_rope
 from pallas_kernels.sparse_attention import merge_attention
+
+
+class Projected(NamedTuple):
+    """Projections of token rows.
+
+    Attributes:
+        query_latent: [tokens, q_lora_rank], normalised; the indexer reads it too.
+        query: [tokens, heads, kv_lora_rank + rope], absorbed queries of the local heads.
+        kv_latent: [tokens, kv_lora_rank], normalised.
+        k_pe: [tokens, rope], the rotated key.
+    """
+
+    query_latent: Float[Array, "tokens q_lora_rank"]
+    query: Float[Array, "tokens heads width"]
+    kv_latent: Float[Array, "tokens kv_lora_rank"]
+    k_pe: Float[Array, "tokens rope"]
 
 
 class Attention(nnx.Module):
@@ -39,56 +61,58 @@ class Attention(nnx.Module):
         )
         self.config = config
 
-    def _up_projections(self, layer: Index) -> tuple[jax.Array, jax.Array]:
-        """Per local head, latent to key [heads, nope, latent] and to value [heads, v, latent]."""
+    def _up_projections(
+        self, layer: Index
+    ) -> tuple[Float[Array, "heads nope latent"], Float[Array, "heads v latent"]]:
+        """W_UK and W_UV: per local head, latent to key and latent to value."""
         nope, value = self.config.qk_nope_head_dim, self.config.v_head_dim
         both = self.kv_b_proj.matrix(layer).reshape(-1, nope + value, self.config.kv_lora_rank)
         return both[:, :nope], both[:, nope:]
 
-    def projector(self, layer: Index) -> Callable[..., tuple[jax.Array, ...]]:
-        """A function from normalised rows [t, hidden], cosines and sines to
-
-        * the normalised query latent [t, q_lora_rank], which the indexer reads too,
-        * absorbed queries of the local heads [t, heads, kv_lora_rank + rope],
-        * the normalised KV latent [t, kv_lora_rank] and the rotated key [t, rope].
-        """
+    def projector(self, layer: Index) -> Callable[[Array, Array, Array], Projected]:
+        """A function from normalised rows [tokens, hidden], cosines and sines to `Projected`."""
         config = self.config
         q_a, q_norm, q_b = (
             part.bind(layer) for part in (self.q_a_proj, self.q_a_layernorm, self.q_b_proj)
         )
         kv_a, kv_norm = self.kv_a_proj_with_mqa.bind(layer), self.kv_a_layernorm.bind(layer)
-        key_up, _ = self._up_projections(layer)
+        w_uk, _ = self._up_projections(layer)
 
-        def project(rows: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
+        def project(rows: Array, cos: Array, sin: Array) -> Projected:
             query_latent = q_norm(q_a(rows))
             query = q_b(query_latent).reshape(rows.shape[0], -1, config.qk_head_dim)
-            plain, rotated = jnp.split(query, [config.qk_nope_head_dim], axis=-1)
-            absorbed = _per_head(plain, key_up, contract=1)
-            rotated = apply_rope(rotated, cos, sin)
-            latent, key = jnp.split(kv_a(rows), [config.kv_lora_rank], axis=-1)
-            absorbed_query = jnp.concatenate([absorbed, rotated], axis=-1)
-            return query_latent, absorbed_query, kv_norm(latent), apply_rope(key, cos, sin)
+            q_nope, q_pe = jnp.split(query, [config.qk_nope_head_dim], axis=-1)
+            q_latent, q_pe = _per_head(q_nope, w_uk, contract=1), apply_rope(q_pe, cos, sin)
+            kv_latent, k_pe = jnp.split(kv_a(rows), [config.kv_lora_rank], axis=-1)
+            return Projected(
+                query_latent,
+                jnp.concatenate([q_latent, q_pe], axis=-1),
+                kv_norm(kv_latent),
+                apply_rope(k_pe, cos, sin),
+            )
 
         return project
 
-    def output(self, layer: Index) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """A function from each shard's mixed latents [shards, t, heads, kv_lora_rank] and their
-        log-sum-exps [shards, t, heads] to this device's part of the output [t, hidden]."""
+    def output(self, layer: Index) -> Callable[[Array, Array], Array]:
+        """A function from attention to each device's rows [devices, tokens, heads, kv_lora_rank]
+        and its log-sum-exps [devices, tokens, heads] to this device's part of the output
+        [tokens, hidden]."""
         o_proj = self.o_proj.bind(layer)
-        _, value_up = self._up_projections(layer)
+        _, w_uv = self._up_projections(layer)
         dtype = self.config.compute_dtype
 
-        def finish(mixed: jax.Array, lse: jax.Array) -> jax.Array:
-            latent = merge_attention(mixed, lse).astype(dtype)
-            values = _per_head(latent, value_up, contract=2)
+        def project(attn_output: Array, lse: Array) -> Array:
+            latent = merge_attention(attn_output, lse).astype(dtype)
+            values = _per_head(latent, w_uv, contract=2)
             return o_proj(values.reshape(values.shape[0], -1))
 
-        return finish
+        return project
 
 
-def _per_head(rows: jax.Array, matrices: jax.Array, contract: int) -> jax.Array:
-    """Each head's rows [t, heads, a] times its matrix [heads, ., .], contracted over axis
-    `contract` of the matrices."""
+def _per_head(
+    rows: Float[Array, "tokens heads width"], matrices: Float[Array, "heads _ _"], contract: int
+) -> Float[Array, "tokens heads _"]:
+    """Each head's rows times its matrix, contracted over axis `contract` of the matrices."""
     product = lax.dot_general(
         rows.astype(jnp.float32),
         matrices.astype(jnp.float32),

@@ -154,14 +154,14 @@ class Forward:
     def full_layer(self, index: LayerIndex, state: LayerState) -> LayerState:
         """Decoder layer that attends to what its own indexer selects.
 
-        DeepSeek sparse attention: DeepSeek-V3.2 (arXiv:2512.02556), section 2.
+        DeepSeek sparse attention: DeepSeek-V3.2 (arXiv:2512.02556), equations 1 and 2.
         """
         hidden, store, _ = state
         indexer = self.model.layers.indexer.projector(index.index_layer)
         with jax.named_scope("project"):
-            query, latent, key_rope, *indexed = self.project(index, hidden, indexer)
+            query, kv_latent, k_pe, *indexed = self.project(index, hidden, indexer)
             index_query, head_weights, index_key = indexed
-            store = self.append(index, store, latent, key_rope)
+            store = self.append(index, store, kv_latent, k_pe)
             store = append_index_keys(
                 store, self.geometry, index.index_layer, index_key, *self.targets
             )
@@ -180,8 +180,8 @@ class Forward:
         """
         hidden, store, selection = state
         with jax.named_scope("project"):
-            query, latent, key_rope = self.project(index, hidden)
-            store = self.append(index, store, latent, key_rope)
+            query, kv_latent, k_pe = self.project(index, hidden)
+            store = self.append(index, store, kv_latent, k_pe)
         with jax.named_scope("attend"):
             store, attn_output, lse = self.attend(index, store, query, selection)
             hidden = hidden + self.output(index, attn_output, lse)
@@ -200,11 +200,11 @@ class Forward:
 
         def project_tile(hidden: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
             rows = norm(hidden)
-            query_latent, query, latent, key_rope = project(rows, cos, sin)
+            query_latent, query, kv_latent, k_pe = project(rows, cos, sin)
             if self.geometry.row_format.kind == "fp8":
-                latent = latent.astype(jnp.float32)  # quantised before it is rounded
+                kv_latent = kv_latent.astype(jnp.float32)  # quantised before it is rounded
             indexed = indexer(rows, query_latent, cos, sin) if indexer is not None else ()
-            return query, latent, key_rope, *indexed
+            return query, kv_latent, k_pe, *indexed
 
         return map_row_tiles(project_tile, hidden, self.cos, self.sin)
 
@@ -212,11 +212,11 @@ class Forward:
         self,
         index: LayerIndex,
         store: KVStore,
-        latent: Float[Array, "tokens latent"],
-        key_rope: Float[Array, "tokens rope"],
+        kv_latent: Float[Array, "tokens latent"],
+        k_pe: Float[Array, "tokens rope"],
     ) -> KVStore:
         """Writes the rows' cache entries of a layer."""
-        return append_rows(store, self.geometry, index.layer, latent, key_rope, *self.targets)
+        return append_rows(store, self.geometry, index.layer, kv_latent, k_pe, *self.targets)
 
     def select(
         self,

@@ -1,7 +1,7 @@
 """The lightning indexer: a light many-headed score that selects the positions to attend to.
 
-DeepSeek-V3.2 (arXiv:2512.02556), section 2: the score of a position is the sum over heads of a
-weight times relu(query . key).
+DeepSeek-V3.2 (arXiv:2512.02556), equation 1: the score of a position is the sum over heads of
+weight * relu(query . key).
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ class KeyNorm(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape, dtype), logical_axes=("layers", None))
         self.bias = nnx.Param(jnp.zeros(shape, dtype), logical_axes=("layers", None))
 
-    def bind(self, index_layer: Index) -> Callable[[jax.Array], jax.Array]:
+    def bind(self, index_layer: Index) -> Callable[[Array], Array]:
         """A function from keys [t, index_head_dim] to normalised float32 keys."""
         weight = take(self.weight[...], index_layer).astype(jnp.float32)
         bias = take(self.bias[...], index_layer).astype(jnp.float32)
 
-        def apply(keys: jax.Array) -> jax.Array:
+        def apply(keys: Array) -> Array:
             keys = keys.astype(jnp.float32)
             keys = keys - jnp.mean(keys, axis=-1, keepdims=True)
             variance = jnp.mean(keys * keys, axis=-1, keepdims=True)
@@ -67,7 +67,7 @@ class Indexer(nnx.Module):
         )
         self.config = config
 
-    def projector(self, index_layer: Index) -> Callable[..., tuple[jax.Array, ...]]:
+    def projector(self, index_layer: Index) -> Callable[..., tuple[Array, Array, Array]]:
         """A function from normalised rows [t, hidden], normalised query latents, cosines and sines
         to index queries [t, heads, width], head weights [t, heads] with all constant scales folded
         in (float32), and the index key [t, width] (float32).
@@ -79,13 +79,13 @@ class Indexer(nnx.Module):
         head_matrix = self.weights_proj.matrix(index_layer).astype(jnp.float32)
         scale = (config.index_n_heads * config.index_head_dim) ** -0.5
 
-        def rotate(values: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-            turned, plain = jnp.split(values, [config.qk_rope_head_dim], axis=-1)
-            return jnp.concatenate([apply_rope(turned, cos, sin), plain], axis=-1)
+        def rotate(values: Array, cos: Array, sin: Array) -> Array:
+            pe, nope = jnp.split(values, [config.qk_rope_head_dim], axis=-1)
+            return jnp.concatenate([apply_rope(pe, cos, sin), nope], axis=-1)
 
         def project(
-            rows: jax.Array, query_latent: jax.Array, cos: jax.Array, sin: jax.Array
-        ) -> tuple[jax.Array, ...]:
+            rows: Array, query_latent: Array, cos: Array, sin: Array
+        ) -> tuple[Array, Array, Array]:
             query = wq_b(query_latent).reshape(-1, config.index_n_heads, config.index_head_dim)
             head_weights = matmul(rows.astype(jnp.float32), head_matrix) * scale
             return rotate(query, cos, sin), head_weights, rotate(norm(wk(rows)), cos, sin)

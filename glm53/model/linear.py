@@ -1,4 +1,7 @@
-"""Stacks of matrices and norms, and the matrix product they share."""
+"""Stacks of matrices and norms, and the matrix product they share.
+
+Block FP8: DeepSeek-V3 (arXiv:2412.19437), section 3.3.2.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from glm53.model.config import FP8_BLOCK, GLMConfig
 from glm53.model.layer_plan import Index
@@ -14,12 +17,13 @@ from glm53.model.sharding import RULES, LogicalAxes
 from kvcache.device.store import MESH_AXIS
 from pallas_kernels.common.row_format import quantize_e4m3, spread
 
-RowFunction = Callable[[jax.Array], jax.Array]
+RowFunction = Callable[[Float[Array, "*rows inputs"]], Float[Array, "*rows outputs"]]
+"""Function of token rows."""
 
 _LEAST_ACTIVATION_SCALE = 1e-10 / 448
 
 
-def take(stack: jax.Array, *index: Index) -> jax.Array:
+def take(stack: Shaped[Array, "..."], *index: Index) -> Shaped[Array, "..."]:
     """The entry of a stack at the given leading indices, as one slice."""
     starts = (*index, *[0] * (stack.ndim - len(index)))
     sizes = (*[1] * len(index), *stack.shape[len(index) :])

@@ -1,4 +1,7 @@
-"""The gated MLP, dense or as experts."""
+"""The gated MLP, dense or as experts.
+
+Mixture of experts: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16.
+"""
 
 from collections.abc import Callable
 
@@ -28,14 +31,15 @@ class GatedMLP(nnx.Module):
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         gate, up, down = (part.bind(*index) for part in parts)
 
-        def apply(rows: jax.Array) -> jax.Array:
+        def apply(rows: Array) -> Array:
             return down(jax.nn.silu(gate(rows)) * up(rows))
 
         return apply
 
 
 class Router(nnx.Module):
-    """Sigmoid scores in float32; a bias takes part in the choice of experts, not their weight."""
+    """Router of tokens to experts: sigmoid scores in float32, and a bias that takes part in the
+    choice of experts, not in their weights."""
 
     def __init__(self, config: GLMConfig) -> None:
         layers, experts = config.num_sparse_layers, config.n_routed_experts
@@ -48,17 +52,17 @@ class Router(nnx.Module):
         )
         self.config = config
 
-    def bind(self, layer: Index) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-        """A function from rows [t, hidden] to chosen experts and their weights, both [t, k]."""
+    def bind(self, layer: Index) -> Callable[[Array], tuple[Array, Array]]:
+        """A function from rows [tokens, hidden] to experts and their weights, both [tokens, k]."""
         weight = take(self.weight[...], layer).astype(jnp.float32)
         bias = take(self.e_score_correction_bias[...], layer)
 
-        def apply(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def apply(rows: Array) -> tuple[Array, Array]:
             scores = jax.nn.sigmoid(matmul(rows.astype(jnp.float32), weight))
             _, experts = lax.top_k(scores + bias, self.config.num_experts_per_tok)
-            chosen = jnp.take_along_axis(scores, experts, axis=-1)
-            chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
-            return experts, chosen * self.config.routed_scaling_factor
+            weights = jnp.take_along_axis(scores, experts, axis=-1)
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            return experts, weights * self.config.routed_scaling_factor
 
         return apply
 
@@ -103,13 +107,13 @@ class MixtureOfExperts(nnx.Module):
             jnp.arange(num_tokens * per_token, dtype=jnp.int32) // per_token, mode="drop"
         )
 
-        def run_expert(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def run_expert(state: tuple[Array, Array]) -> tuple[Array, Array]:
             """All tiles of the expert of a tile, whose weights are taken out of the stack once."""
             first, outputs = state
             number = dispatch.tile_expert[first]
             expert = self.experts.bind(layer, number)
 
-            def run_tile(tile: jax.Array, outputs: jax.Array) -> jax.Array:
+            def run_tile(tile: Array, outputs: Array) -> Array:
                 start = tile * ROW_TILE
                 inputs = padded[lax.dynamic_slice_in_dim(source, start, ROW_TILE)]
                 return lax.dynamic_update_slice_in_dim(outputs, expert(inputs), start, 0)
@@ -127,7 +131,7 @@ class MixtureOfExperts(nnx.Module):
         picked = outputs.at[dispatch.place].get(mode="fill", fill_value=0)
         picked = picked.reshape(num_tokens, per_token, -1)
 
-        def combine(picked: jax.Array, weights: jax.Array) -> jax.Array:
+        def combine(picked: Array, weights: Array) -> Array:
             total = jnp.zeros(picked.shape[::2], jnp.float32)
             for choice in range(per_token):
                 total += weights[:, choice, None] * picked[:, choice].astype(jnp.float32)

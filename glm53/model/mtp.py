@@ -1,10 +1,11 @@
 """The multi-token-prediction layer: a decoder layer that drafts from the trunk's hidden states.
 
+DeepSeek-V3 (arXiv:2412.19437), section 2.2; a selection shared by drafts: z.ai/blog/glm-5.2.
+
 The row made from the hidden state of position p and the token at p + 1 lies in slot p + 1, so that
 a page's bytes depend only on tokens up to its own end. Slot 0 holds nothing and is never selected.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -51,7 +52,7 @@ class MTPLayer:
         enorm, hnorm = self.head.enorm.bind(), self.head.hnorm.bind()
         eh_proj, norm = self.head.eh_proj.bind(), self.head.shared_head_norm.bind()
 
-        def combine(embedded: jax.Array, hidden: jax.Array) -> jax.Array:
+        def combine(embedded: Array, hidden: Array) -> Array:
             return eh_proj(jnp.concatenate([enorm(embedded), hnorm(hidden)], axis=-1))
 
         inputs = map_row_tiles(combine, self.forward.embed(token_ids), hidden)

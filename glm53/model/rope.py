@@ -1,4 +1,4 @@
-"""Rotary positions over interleaved pairs (x[2i], x[2i + 1])."""
+"""Rotary position embedding over interleaved pairs (x[2i], x[2i + 1]): arXiv:2104.09864."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -10,12 +10,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Shaped
 
 ROW_TILE = 8
 """Rows of a tile."""
 
 
-def map_row_tiles[Outputs](fn: Callable[..., Outputs], *rows: jax.Array, axis: int = 0) -> Outputs:
+def map_row_tiles[Outputs](
+    fn: Callable[..., Outputs], *rows: Shaped[Array, "..."], axis: int = 0
+) -> Outputs:
     """Applies `fn` to tiles of rows, padded with zeros, one after another.
 
     Args:
@@ -29,20 +32,20 @@ def map_row_tiles[Outputs](fn: Callable[..., Outputs], *rows: jax.Array, axis: i
     num_rows = rows[0].shape[axis]
     num_tiles = -(-num_rows // ROW_TILE)
 
-    def pad(array: jax.Array) -> jax.Array:
+    def pad(array: Array) -> Array:
         padding = [(0, 0)] * array.ndim
         padding[axis] = (0, num_tiles * ROW_TILE - num_rows)
         return jnp.pad(array, padding)
 
     padded = [pad(array) for array in rows]
 
-    def compute(number: jax.Array | int) -> Outputs:
+    def compute(number: Array | int) -> Outputs:
         start = number * ROW_TILE
         tiles = [lax.dynamic_slice_in_dim(x, start, ROW_TILE, axis) for x in padded]
         return _keep_apart(fn(*_keep_apart(tiles)))
 
-    def run(number: jax.Array, outputs: Outputs) -> Outputs:
-        def put(output: jax.Array, tile: jax.Array) -> jax.Array:
+    def run(number: Array, outputs: Outputs) -> Outputs:
+        def put(output: Array, tile: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(output, tile, number * ROW_TILE, 0)
 
         return jax.tree.map(put, outputs, compute(number))

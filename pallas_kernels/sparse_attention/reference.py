@@ -1,4 +1,8 @@
-"""Absorbed MLA attention over selected rows in plain jax.numpy, one query row at a time."""
+"""Absorbed MLA attention over selected rows in plain jax.numpy, one query row at a time.
+
+MLA: DeepSeek-V2 (arXiv:2405.04434), section 2.1. Merging by log-sum-exp: the online softmax of
+Milakov and Gimelshein (arXiv:1805.02867).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +60,12 @@ def sparse_attention(
         highest = jnp.max(scores, axis=0)
         weights = jnp.exp(scores - jnp.where(highest > -jnp.inf, highest, 0.0))
         total = jnp.sum(weights, axis=0)
-        # Turned, and with the rotated part, XLA:CPU has a fast product; the barrier keeps it so.
-        turned = lax.optimization_barrier(weights.T)
-        mixed = jnp.matmul(turned, values, precision=lax.Precision.HIGHEST)
-        mixed = mixed[:, : row_format.latent_dim]  # [heads, latent]
+        # Transposed, and with the rotated part, XLA:CPU has a fast product; the barrier keeps it.
+        transposed = lax.optimization_barrier(weights.T)
+        output = jnp.matmul(transposed, values, precision=lax.Precision.HIGHEST)
+        output = output[:, : row_format.latent_dim]  # [heads, latent]
         nonzero = jnp.where(total > 0, total, 1.0)
-        return mixed / nonzero[:, None], jnp.where(total > 0, highest + jnp.log(nonzero), -jnp.inf)
+        return output / nonzero[:, None], jnp.where(total > 0, highest + jnp.log(nonzero), -jnp.inf)
 
     return lax.map(attend, (query.astype(jnp.float32), row_ids))
 
