@@ -19,7 +19,7 @@ class TensorSpec:
         dtype: its safetensors dtype.
         shape: its shape.
         path: the parameter that holds it.
-        index: its place in that parameter's stack.
+        index: its index in that parameter's stack.
     """
 
     name: str

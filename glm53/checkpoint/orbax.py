@@ -153,10 +153,10 @@ def load_orbax(path: str | Path, config: GLMConfig, mesh: Mesh) -> nnx.State:
     _, abstract = abstract_model(config)
     check_same_model(path, config, stored)
     shardings = parameter_shardings(abstract, mesh)
-    places = {name: leaf.get_value() for name, leaf in nnx.to_flat_state(shardings)}
+    shardings_by_name = {name: leaf.get_value() for name, leaf in nnx.to_flat_state(shardings)}
     shapes = {name: leaf.get_value() for name, leaf in nnx.to_flat_state(abstract)}
     targets = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings_by_name[name])
         for name, leaf in shapes.items()
     }
     stored_targets = {name: leaf for name, leaf in targets.items() if leaf.size}

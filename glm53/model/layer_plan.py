@@ -3,7 +3,7 @@
 Layers come in two kinds twice: with an indexer or sharing a selection, and with a dense MLP or
 experts. Whether a layer's kind is known when tracing is a matter of this module alone.
 
-A layer's place in each parameter stack follows from the config: attention is stacked over all
+A layer's index into each parameter stack follows from the config: attention is stacked over all
 layers, indexers over the full ones, dense MLPs and experts over theirs.
 """
 
@@ -190,7 +190,7 @@ def _any_layer(layers: Sequence[LayerIndex], number: jax.Array) -> LayerIndex:
 
 
 def _advance(index: LayerIndex, pattern: tuple[LayerIndex, ...], repeat: Index) -> LayerIndex:
-    """The layer that takes this one's place in a later repeat of its pattern."""
+    """The layer that stands for this one in a later repeat of its pattern."""
     return dataclasses.replace(
         index,
         layer=index.layer + repeat * len(pattern),

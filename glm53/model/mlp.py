@@ -100,10 +100,10 @@ class MixtureOfExperts(nnx.Module):
         """
         num_tokens, per_token = experts.shape
         dispatch = ExpertDispatch(experts.reshape(-1), self.num_experts)
-        # One zero row at the end stands for the empty places of a tile.
+        # One zero row at the end stands for the empty rows of a tile.
         padded = jnp.pad(rows, ((0, 1), (0, 0)))
-        source = jnp.full((dispatch.num_places,), num_tokens, jnp.int32)
-        source = source.at[dispatch.place].set(
+        source = jnp.full((dispatch.num_rows,), num_tokens, jnp.int32)
+        source = source.at[dispatch.row].set(
             jnp.arange(num_tokens * per_token, dtype=jnp.int32) // per_token, mode="drop"
         )
 
@@ -122,13 +122,13 @@ class MixtureOfExperts(nnx.Module):
             return end, lax.fori_loop(first, end, run_tile, outputs)
 
         # Nothing is read that no tile has written.
-        outputs = lax.empty((dispatch.num_places, rows.shape[1]), rows.dtype)
+        outputs = lax.empty((dispatch.num_rows, rows.shape[1]), rows.dtype)
         _, outputs = lax.while_loop(
             lambda state: state[0] < dispatch.tiles_end[-1],
             run_expert,
             (jnp.int32(0), outputs),
         )
-        picked = outputs.at[dispatch.place].get(mode="fill", fill_value=0)
+        picked = outputs.at[dispatch.row].get(mode="fill", fill_value=0)
         picked = picked.reshape(num_tokens, per_token, -1)
 
         def combine(picked: Array, weights: Array) -> Array:
@@ -144,25 +144,25 @@ class ExpertDispatch:
     """Where each (token, expert) pair goes in a buffer of tiles that hold one expert's rows each.
 
     Attributes:
-        num_places: static number of rows of the buffer.
+        num_rows: static number of rows of the buffer.
         tiles_end: the tile behind each expert's last.
         tile_expert: expert of each tile.
-        place: row of the buffer of each pair; `num_places` for padding.
+        row: row of the buffer of each pair; `num_rows` for padding.
     """
 
     def __init__(self, experts: Int[Array, " pairs"], num_experts: int) -> None:
         pairs = experts.shape[0]
         max_tiles = (pairs + min(num_experts, pairs) * (ROW_TILE - 1)) // ROW_TILE
-        self.num_places = max_tiles * ROW_TILE
+        self.num_rows = max_tiles * ROW_TILE
         counts = jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop")
         tiles = -(-counts // ROW_TILE)
         self.tiles_end = jnp.cumsum(tiles, dtype=jnp.int32)
         tile_numbers = jnp.arange(max_tiles)[:, None]
         self.tile_expert = jnp.sum(tile_numbers >= self.tiles_end, axis=1, dtype=jnp.int32)
-        first_place = (self.tiles_end - tiles) * ROW_TILE
+        first_row = (self.tiles_end - tiles) * ROW_TILE
         first_pair = jnp.cumsum(counts) - counts
         order = jnp.argsort(experts, stable=True)
         ordered = jnp.minimum(experts[order], num_experts - 1)
-        place = first_place[ordered] + jnp.arange(pairs) - first_pair[ordered]
-        place = jnp.where(experts[order] < num_experts, place, self.num_places)
-        self.place = jnp.zeros((pairs,), jnp.int32).at[order].set(place.astype(jnp.int32))
+        row = first_row[ordered] + jnp.arange(pairs) - first_pair[ordered]
+        row = jnp.where(experts[order] < num_experts, row, self.num_rows)
+        self.row = jnp.zeros((pairs,), jnp.int32).at[order].set(row.astype(jnp.int32))

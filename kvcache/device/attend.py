@@ -38,7 +38,7 @@ def attend_rows(
         host_slab, staged = store.host.slab, rows.staged
         assert staged is not None, "rows resolved by a store without a host tier"
         slab = stage_pages(
-            store.slab, host_slab, layer, staged.host_page, staged.place, staged.count
+            store.slab, host_slab, layer, staged.host_page, staged.target, staged.count
         )
         store = dataclasses.replace(store, slab=slab)
     attn_output, lse = sparse_attention(

@@ -34,16 +34,16 @@ class StagedPages:
     """Host pages that each layer of an index group stages before it attends.
 
     A page is staged for one layer at a time, so the pages of the other layers at a staging page's
-    place are free: places count over all layers, from the layer that stages on, round the end.
+    index are free: targets count over all layers, from the layer that stages on, round the end.
 
     Attributes:
         host_page: int32 [staged], pages to read.
-        place: int32 [staged], where to write.
+        target: int32 [staged], pages to write.
         count: int32, how many of the lists are valid.
     """
 
     host_page: Int[Array, " staged"]
-    place: Int[Array, " staged"]
+    target: Int[Array, " staged"]
     count: Int[Array, ""]
 
     @classmethod
@@ -95,7 +95,7 @@ def resolve_selection(
         block_tables: pages of each sequence.
         positions: selected positions; -1 is none.
         summary: what `summarize_scores` returned of this device's scores.
-        device: this device's place along the mesh axis.
+        device: this device's index along the mesh axis.
 
     Returns:
         The store, its row-cache rows up to date for all layers of the group; and the rows.
@@ -251,7 +251,7 @@ def _plan_staging(
     located: Int[Array, "sequences rows k"],
     pages: Int[Array, "sequences rows k"],
 ) -> tuple[jax.Array, StagedPages, tuple[jax.Array, ...]]:
-    """Gives a place to each host page that a row selected from, as far as there are places.
+    """Gives a staging page to each host page that a row selected from, as far as there are any.
 
     Returns row ids, the plan, and what `reads` counts of host rows.
     """
@@ -261,23 +261,23 @@ def _plan_staging(
 
     def run(state: tuple[jax.Array, StagedPages]) -> tuple[jax.Array, StagedPages]:
         _, plan = state
-        capacity = jnp.minimum(num_staging * geometry.num_layers, plan.place.shape[0])
+        capacity = jnp.minimum(num_staging * geometry.num_layers, plan.target.shape[0])
         needed = jnp.zeros((geometry.num_pages,), bool)
         needed = needed.at[jnp.where(on_host, pages, geometry.num_pages)].set(True, mode="drop")
         order = jnp.cumsum(needed) - 1
         needed &= order < capacity
         turn, page = jnp.divmod(order, jnp.maximum(num_staging, 1))
-        place = turn * geometry.device_pages + host.staging_page[page]
-        listed = jnp.where(needed, order, plan.place.shape[0])
+        target = turn * geometry.device_pages + host.staging_page[page]
+        listed = jnp.where(needed, order, plan.target.shape[0])
         plan = StagedPages(
             plan.host_page.at[listed].set(store.host_page_index, mode="drop"),
-            plan.place.at[listed].set(place, mode="drop"),
+            plan.target.at[listed].set(target, mode="drop"),
             jnp.sum(needed),
         )
         row = (located - geometry.slab_rows) % geometry.rows_per_device
         readable = jnp.maximum(pages, 0)
         staged = on_host & needed[readable]
-        staged_row = place[readable] * geometry.rows_per_device + row
+        staged_row = target[readable] * geometry.rows_per_device + row
         return jnp.where(staged, staged_row, located), plan
 
     row_ids, plan = run_if(jnp.any(on_host), run, (located, StagedPages.none(geometry)))

@@ -44,8 +44,8 @@ class KVStore:
         slab: MLA rows [layers, device_pages, rows_per_page, width], sharded on rows_per_page.
         index_keys: index keys [index_layers, pages, rows_per_page, width], sharded likewise. They
             stay on the device as long as the page exists in any tier.
-        device_page_index: int32 [pages], the page's place in `slab`, or -1. Replicated.
-        host_page_index: int32 [pages], the page's place in the host tier, or -1. Replicated.
+        device_page_index: int32 [pages], the page's index in `slab`, or -1. Replicated.
+        host_page_index: int32 [pages], the page's index in the host tier, or -1. Replicated.
         host: the host tier, None where every page stays on the device.
     """
 
@@ -93,7 +93,7 @@ class KVStore:
 
     @classmethod
     def create(cls, geometry: KVGeometry, mesh: Mesh) -> "KVStore":
-        """An empty store on the mesh: no page has a place in any tier."""
+        """An empty store on the mesh: no page lies in any tier."""
         return cls.creation(geometry, mesh)()
 
     @classmethod
@@ -167,12 +167,12 @@ def append_rows(
         rope: rotated part of each row.
         pages: page of each row; a negative one, beyond a sequence's last, drops the row.
         positions: position of each row; -1 is padding.
-        device: this device's place along the mesh axis.
+        device: this device's index along the mesh axis.
     """
     kept = _owned(geometry, positions, device) & (pages >= 0)
-    places = jnp.where(kept, store.device_page_index[jnp.maximum(pages, 0)], -1)
+    device_pages = jnp.where(kept, store.device_page_index[jnp.maximum(pages, 0)], -1)
     rows = geometry.local_row(positions)
-    slab = write_rows(store.slab, layer, latent, rope, places, rows, geometry.row_format)
+    slab = write_rows(store.slab, layer, latent, rope, device_pages, rows, geometry.row_format)
     return dataclasses.replace(store, slab=slab)
 
 
@@ -187,10 +187,10 @@ def append_index_keys(
 ) -> KVStore:
     """Writes index keys of one layer to their pages, as `append_rows` does."""
     kept = _owned(geometry, positions, device) & (pages >= 0)
-    places, rows = jnp.where(kept, pages, -1), geometry.local_row(positions)
+    pages, rows = jnp.where(kept, pages, -1), geometry.local_row(positions)
     rope = jnp.zeros((keys.shape[0], 0), keys.dtype)
     index_keys = write_rows(
-        store.index_keys, index_layer, keys, rope, places, rows, geometry.index_row_format
+        store.index_keys, index_layer, keys, rope, pages, rows, geometry.index_row_format
     )
     return dataclasses.replace(store, index_keys=index_keys)
 
@@ -207,7 +207,7 @@ def translate_positions(
     Args:
         block_tables: pages of each row's sequence.
         positions: positions in that sequence; -1 is none.
-        device: this device's place along the mesh axis.
+        device: this device's index along the mesh axis.
 
     Returns:
         Physical ids: a row of the slab's layer where the page is on the device; `slab_rows` plus a
@@ -220,15 +220,15 @@ def translate_positions(
     valid &= pages >= 0
     pages = jnp.where(valid, pages, 0)
     row = geometry.local_row(positions)
-    place = store.device_page_index[pages]
-    located = place * geometry.rows_per_device + row
+    device_page = store.device_page_index[pages]
+    row_ids = device_page * geometry.rows_per_device + row
     if store.host is not None:
-        host_page_index = store.host_page_index[pages]
-        host_row = geometry.slab_rows + host_page_index * geometry.rows_per_device + row
-        located = jnp.where(place >= 0, located, host_row)
-        place = jnp.maximum(place, host_page_index)
-    valid &= place >= 0
-    return jnp.where(valid, located, -1), jnp.where(valid, pages, -1)
+        host_page = store.host_page_index[pages]
+        host_row = geometry.slab_rows + host_page * geometry.rows_per_device + row
+        row_ids = jnp.where(device_page >= 0, row_ids, host_row)
+        device_page = jnp.maximum(device_page, host_page)  # only its sign counts from here on
+    valid &= device_page >= 0
+    return jnp.where(valid, row_ids, -1), jnp.where(valid, pages, -1)
 
 
 def _owned(geometry: KVGeometry, positions: Int[Array, "..."], device: Int[Array, ""]) -> jax.Array:

@@ -163,8 +163,8 @@ def _write(
 ) -> KVStore:
     known = jnp.maximum(pages, 0)
 
-    def target(places: jax.Array, beyond: int) -> jax.Array:
-        return jnp.where((pages >= 0) & (places >= 0), places, beyond)
+    def target(device_pages: Array, beyond: int) -> jax.Array:
+        return jnp.where((pages >= 0) & (device_pages >= 0), device_pages, beyond)
 
     on_device = target(store.device_page_index[known], geometry.device_pages)
     by_layer = (2, 0, 1, 3)
@@ -175,20 +175,20 @@ def _write(
     )
     host = store.host
     if host is not None:
-        places = store.host_page_index[known]
-        moves = _moves((pages >= 0) & (places >= 0), jnp.arange(pages.shape[0]), places)
+        host_pages = store.host_page_index[known]
+        moves = _moves((pages >= 0) & (host_pages >= 0), jnp.arange(pages.shape[0]), host_pages)
         host = dataclasses.replace(host, slab=offload_pages(pages_by_layer, host.slab, moves))
     return dataclasses.replace(store, slab=slab, index_keys=index_keys, host=host)
 
 
 def _read(store: KVStore, pages: Int[Array, " pages"]) -> tuple[PageRows, PageKeys]:
     known = jnp.maximum(pages, 0)
-    place = store.device_page_index[known]
-    by_layer = store.slab[:, jnp.maximum(place, 0)]
+    device_pages = store.device_page_index[known]
+    by_layer = store.slab[:, jnp.maximum(device_pages, 0)]
     if store.host is not None:
-        host_page_index = store.host_page_index[known]
+        host_pages = store.host_page_index[known]
         moves = _moves(
-            (place < 0) & (host_page_index >= 0), host_page_index, jnp.arange(pages.shape[0])
+            (device_pages < 0) & (host_pages >= 0), host_pages, jnp.arange(pages.shape[0])
         )
         by_layer = onload_pages(by_layer, store.host.slab, moves)
     return by_layer.transpose(1, 2, 0, 3), store.index_keys[:, known].transpose(1, 2, 0, 3)

@@ -54,7 +54,7 @@ def append_rows(
     layer: Scalar,
     latent: Float[Array, "tokens latent"],
     rope: Float[Array, "tokens rope"],
-    places: Int[Array, " tokens"],
+    pages: Int[Array, " tokens"],
     rows: Int[Array, " tokens"],
     *,
     row_format: RowFormat,
@@ -72,13 +72,13 @@ def append_rows(
         plgpu.SMEM((row_format.width - groups * _WORDS,), jnp.int32),
     ]
 
-    def append(slab: Ref, layer: Ref, places: Ref, rows: Ref, latent: Ref, *refs: Ref) -> None:
+    def append(slab: Ref, layer: Ref, pages: Ref, rows: Ref, latent: Ref, *refs: Ref) -> None:
         token = lax.axis_index("token")
         ropes = refs[0].at[token] if with_rope else None
 
-        @pl.when(places[token] >= 0)
+        @pl.when(pages[token] >= 0)
         def _() -> None:
-            target = slab.at[layer[0], places[token], rows[token]]
+            target = slab.at[layer[0], pages[token], rows[token]]
             if in_bulk:
                 words, rest = refs[-2:]
                 _append_in_bulk(latent.at[token], ropes, target, words, rest, row_format)
@@ -99,7 +99,7 @@ def append_rows(
     )(
         state,
         jnp.asarray(layer, jnp.int32).reshape(1),
-        places,
+        pages,
         rows,
         latent,
         *([rope] if with_rope else []),

@@ -15,7 +15,7 @@ def append_rows(
     layer: Scalar,
     latent: Float[Array, "tokens latent"],
     rope: Float[Array, "tokens rope"],
-    places: Int[Array, " tokens"],
+    pages: Int[Array, " tokens"],
     rows: Int[Array, " tokens"],
     row_format: RowFormat,
     *,
@@ -28,7 +28,7 @@ def append_rows(
         layer: layer to write.
         latent: what fp8 quantises.
         rope: what fp8 does not quantise; 0 wide for index keys.
-        places: page of `slab` that each row is written to; -1 drops the row.
+        pages: page of `slab` that each row is written to; -1 drops the row.
         rows: row of the page; no two rows that are written have both in common.
         row_format: format of a stored row.
         implementation: None takes the kernel on a GPU where it supports the shapes.
@@ -45,6 +45,6 @@ def append_rows(
         layer,
         latent,
         rope,
-        places,
+        pages,
         rows,
     )

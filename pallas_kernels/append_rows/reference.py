@@ -12,11 +12,11 @@ def append_rows(
     layer: Scalar,
     latent: Float[Array, "tokens latent"],
     rope: Float[Array, "tokens rope"],
-    places: Int[Array, " tokens"],
+    pages: Int[Array, " tokens"],
     rows: Int[Array, " tokens"],
     row_format: RowFormat,
 ) -> Slab:
     """The reference of `operation.append_rows`."""
-    place = jnp.where(places >= 0, places, slab.shape[1])
+    page = jnp.where(pages >= 0, pages, slab.shape[1])
     packed = row_format.pack(latent, rope)
-    return slab.at[layer, place, rows].set(packed, mode="drop")
+    return slab.at[layer, page, rows].set(packed, mode="drop")

@@ -63,9 +63,9 @@ def random_rows(
 def random_places(
     spec: AppendSpec, rng: np.random.Generator
 ) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-    """Places and rows of which no two are the same; about a third of the rows are dropped."""
+    """Pages and rows of which no two are the same; about a third of the rows are dropped."""
     slabs = spec.slabs
     chosen = rng.permutation(slabs.device_pages * slabs.rows_per_page)[: spec.tokens]
-    places, rows = np.divmod(chosen, slabs.rows_per_page)
-    places = np.where(rng.random(spec.tokens) < 1 / 3, -1, places)
-    return jnp.asarray(places, jnp.int32), jnp.asarray(rows, jnp.int32)
+    pages, rows = np.divmod(chosen, slabs.rows_per_page)
+    pages = np.where(rng.random(spec.tokens) < 1 / 3, -1, pages)
+    return jnp.asarray(pages, jnp.int32), jnp.asarray(rows, jnp.int32)

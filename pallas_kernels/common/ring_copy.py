@@ -1,4 +1,4 @@
-"""Copies from place to place in memory, through a ring of slots in shared memory.
+"""Copies within and between memories, through a ring of slots in shared memory.
 
 Both ways are asynchronous copies of contiguous or strided blocks, which take no registers. A block
 of the grid keeps all but two of its slots filled or in flight, so that over the GPU some megabytes

@@ -1,7 +1,7 @@
 """Index scores in plain jax.numpy.
 
 Keys are visited in blocks of a fixed number of rows and query rows one at a time, so a score's bits
-depend on its query, its key and the key's place in its block, and on nothing else.
+depend on its query, its key and the key's index in its block, and on nothing else.
 """
 
 import jax

@@ -138,8 +138,8 @@ def copy_pages(
 
     def plan(slab: Ref, moves: Ref) -> Copies:
         def part(transfer: Scalar, end: int, run: Any) -> None:
-            place, span = divide(transfer, spans.count)
-            move, layer = divide(place, layers)
+            line, span = divide(transfer, spans.count)
+            move, layer = divide(line, layers)
             page = slab.at[layer, moves[move, end]]
             spans.visit(
                 span,
@@ -177,8 +177,8 @@ def _layout(slab: jax.Array) -> tuple[tuple[int, int], Spans]:
 
 def _place(transfer: Scalar, rows: int, spans: Spans) -> tuple[Scalar, Scalar, Scalar]:
     """Move, row of the page and span of its layers of a transfer."""
-    place, span = divide(transfer, spans.count)
-    return *divide(place, rows), span
+    line, span = divide(transfer, spans.count)
+    return *divide(line, rows), span
 
 
 def _count(moves: Ref) -> Scalar:

@@ -1,6 +1,6 @@
 """Public functions that move pages.
 
-Lists have a fixed size; an entry with negative places is padding, lies after the others and moves
+Lists have a fixed size; an entry with negative pages is padding, lies after the others and moves
 nothing. No move of a list reads or writes what another one writes.
 """
 

@@ -91,8 +91,8 @@ def resolve_rows(
         interpret,
     )
     row = jnp.take_along_axis(rows, entries, axis=1)
-    place = jnp.arange(victims.shape[1])
-    changed = jnp.where(place < staged[:, None], sequence, num_slots)
+    entry = jnp.arange(victims.shape[1])
+    changed = jnp.where(entry < staged[:, None], sequence, num_slots)
     row_cache_row = row_cache_row.at[changed, group, victims].set(row, mode="drop")
     row_cache_entry = row_cache_entry.at[changed, row].set(
         victims.astype(row_cache_entry.dtype), mode="drop"
@@ -103,11 +103,11 @@ def resolve_rows(
             row_cache_page[sequence, slot // rows_per_page] * rows_per_page + slot % rows_per_page
         )
 
-    # Both lists of all sequences, one after another: each place looks up whose it is.
+    # Both lists of all sequences, one after another: each entry looks up whose it is.
     ends = jnp.sum(jnp.where(batch >= batch.T, staged, 0), axis=1)
-    place = jnp.arange(victims.size)
-    whose = jnp.minimum(jnp.sum(ends <= place[:, None], axis=1), num_sequences - 1)
-    nth = jnp.clip(place - (ends - staged)[whose], 0, victims.shape[1] - 1)
+    entry = jnp.arange(victims.size)
+    whose = jnp.minimum(jnp.sum(ends <= entry[:, None], axis=1), num_sequences - 1)
+    nth = jnp.clip(entry - (ends - staged)[whose], 0, victims.shape[1] - 1)
     host_rows = located[whose, entries[whose, nth]] - first_host_row
     device_rows = physical(sequence[whose, 0], victims[whose, nth])
     slot, cached = found(row_cache_row, row_cache_entry)
@@ -116,8 +116,8 @@ def resolve_rows(
         row_cache_mean,
         row_cache_entry,
         jnp.where(cached, physical(sequence, slot), located).reshape(shape),
-        jnp.where(place < ends[-1], host_rows, 0),
-        jnp.where(place < ends[-1], device_rows, 0),
+        jnp.where(entry < ends[-1], host_rows, 0),
+        jnp.where(entry < ends[-1], device_rows, 0),
         ends[-1],
         staged,
         jnp.sum(hit, axis=1),

@@ -119,10 +119,10 @@ def resolve_rows(
         )
 
     # Both lists of all sequences, one after another, closed up.
-    place = jnp.where(staged.reshape(-1), jnp.cumsum(staged) - 1, staged.size)
+    entry = jnp.where(staged.reshape(-1), jnp.cumsum(staged) - 1, staged.size)
     lists = jnp.zeros((2, num_sequences * min(flat[1], num_entries)), jnp.int32)
     both = jnp.stack([(located - first_host_row).reshape(-1), physical(victim).reshape(-1)])
-    host_rows, device_rows = lists.at[:, place].set(both, mode="drop")
+    host_rows, device_rows = lists.at[:, entry].set(both, mode="drop")
     slot, cached = found(held, row_cache_entry)
     return Resolution(
         row_cache_row.at[changed, group].set(held, mode="drop"),
@@ -163,8 +163,8 @@ def _lowest(
     equal = allowed & (keys == threshold[:, None])
     room = (count - jnp.sum(lower, axis=1))[:, None]
     chosen = lower | (equal & (jnp.cumsum(equal, axis=1) <= room))
-    place = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, keys.shape[1])
+    entry = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, keys.shape[1])
     numbers = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
     victims = jnp.zeros_like(numbers)
     batch = jnp.arange(keys.shape[0])[:, None]
-    return victims.at[batch, place].set(numbers, mode="drop"), count
+    return victims.at[batch, entry].set(numbers, mode="drop"), count

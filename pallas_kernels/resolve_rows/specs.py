@@ -93,8 +93,8 @@ def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> li
         group[rng.permutation(entries)[:number]] = rng.permutation(context)[:number]
     # Few values, so that many are equal, zeros of both signs among them.
     mean = rng.choice(np.array([-1, -0.0, 0.0, 2, np.nan, -np.inf]), held.shape)
-    places = np.arange(spec.slots * (entries // spec.rows_per_page))
-    pages = rng.permutation(places).reshape(spec.slots, -1)
+    pages_of_all = np.arange(spec.slots * (entries // spec.rows_per_page))
+    pages = rng.permutation(pages_of_all).reshape(spec.slots, -1)
     pages[rng.random(spec.slots) < 0.15] = -1
     slots = rng.permutation(spec.slots)[: spec.sequences]
     slots[rng.random(spec.sequences) < 0.15] = -1

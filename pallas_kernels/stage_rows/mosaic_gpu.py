@@ -56,10 +56,10 @@ def stage_rows(
 
         def put(transfer: Scalar, slot: Ref) -> None:
             miss, index = divide(transfer, bursts.count)
-            place = device_rows[miss]
+            row = device_rows[miss]
 
             def burst(start: Scalar, size: int) -> None:
-                target = slab.at[pl.ds(first_layer + start, size), place]
+                target = slab.at[pl.ds(first_layer + start, size), row]
                 store(slot.at[pl.ds(0, size)], target)
 
             bursts.visit(index, burst)
@@ -91,7 +91,7 @@ def stage_pages(
     host: HostSlab,
     layer: Scalar,
     host_pages: Int[Array, " pages"],
-    places: Int[Array, " pages"],
+    targets: Int[Array, " pages"],
     count: Int[Array, ""],
     *,
     interpret: Interpret,
@@ -103,7 +103,7 @@ def stage_pages(
     assert row is not None
     spans = Spans.even(rows_per_page, lines_within(width * slab.dtype.itemsize))
 
-    def plan(slab: Ref, host: Ref, layer: Ref, host_pages: Ref, places: Ref, count: Ref) -> Copies:
+    def plan(slab: Ref, host: Ref, layer: Ref, host_pages: Ref, targets: Ref, count: Ref) -> Copies:
         def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
             staged, index = divide(transfer, spans.count)
             page = host_pages[staged]
@@ -115,8 +115,8 @@ def stage_pages(
 
         def put(transfer: Scalar, slot: Ref) -> None:
             staged, index = divide(transfer, spans.count)
-            place = layer[0] * device_pages + places[staged]
-            page = slab.at[divide(place, layers * device_pages)[1]]
+            target = layer[0] * device_pages + targets[staged]
+            page = slab.at[divide(target, layers * device_pages)[1]]
 
             def rows(start: Scalar, size: int) -> None:
                 store(slot.at[pl.ds(0, size)], page.at[pl.ds(start, size)])
@@ -129,7 +129,7 @@ def stage_pages(
         "stage_pages",
         plan,
         slab.reshape(layers * device_pages, rows_per_page, *row),
-        (host.reshape(*host.shape[:3], *row), _scalar(layer), host_pages, places, _scalar(count)),
+        (host.reshape(*host.shape[:3], *row), _scalar(layer), host_pages, targets, _scalar(count)),
         (spans.sizes[0], *row),
         host_pages.shape[0] * int(spans.count),
         num_blocks,

@@ -44,7 +44,7 @@ def stage_pages(
     host: HostSlab,
     layer: Scalar,
     host_pages: Int[Array, " pages"],
-    places: Int[Array, " pages"],
+    targets: Int[Array, " pages"],
     count: Int[Array, ""],
     *,
     implementation: Implementation | None = None,
@@ -56,7 +56,7 @@ def stage_pages(
         host: rows in host memory.
         layer: the layer to read.
         host_pages: pages to read.
-        places: where to write, in pages counted over all layers from this layer on, round the end;
+        targets: pages to write, counted over all layers from this layer on, round the end;
             no two are the same.
         count: how many of the lists are valid.
         implementation: None takes the kernel on a GPU where it supports the shapes.
@@ -64,6 +64,6 @@ def stage_pages(
     Raises:
         ValueError: the kernel is asked for, and does not support the shapes.
     """
-    arrays = (slab, host, layer, host_pages, places, count)
+    arrays = (slab, host, layer, host_pages, targets, count)
     unsupported = unsupported_rows(slab)
     return run(implementation, reference.stage_pages, mosaic_gpu.stage_pages, unsupported, *arrays)

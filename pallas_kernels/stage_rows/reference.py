@@ -43,7 +43,7 @@ def stage_pages(
     host: HostSlab,
     layer: Scalar,
     host_pages: Int[Array, " pages"],
-    places: Int[Array, " pages"],
+    targets: Int[Array, " pages"],
     count: Int[Array, ""],
 ) -> Slab:
     """The reference of `operation.stage_pages`."""
@@ -51,9 +51,9 @@ def stage_pages(
     pages = slab.reshape(-1, *slab.shape[2:])
 
     def stage(index: jax.Array, pages: jax.Array) -> jax.Array:
-        place = (layer * device_pages + places[index]) % (num_layers * device_pages)
+        target = (layer * device_pages + targets[index]) % (num_layers * device_pages)
         page = lax.dynamic_index_in_dim(host, host_pages[index], 0, keepdims=False)
         rows = lax.dynamic_index_in_dim(page, layer, 1, keepdims=False)
-        return lax.dynamic_update_index_in_dim(pages, rows, place, 0)
+        return lax.dynamic_update_index_in_dim(pages, rows, target, 0)
 
     return lax.fori_loop(0, count, stage, pages).reshape(slab.shape)

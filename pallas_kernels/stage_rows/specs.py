@@ -52,8 +52,8 @@ def row_lists(
 def page_lists(
     spec: StageSpec, rng: np.random.Generator
 ) -> tuple[Int[Array, " pages"], Int[Array, " pages"]]:
-    """Host pages and places for `stage_pages`."""
+    """Host pages and targets for `stage_pages`."""
     slabs = spec.slabs
     host_pages = rng.integers(0, slabs.host_pages, spec.pages)
-    places = rng.permutation(slabs.layers * slabs.device_pages)[: spec.pages]
-    return jnp.asarray(host_pages, jnp.int32), jnp.asarray(places, jnp.int32)
+    targets = rng.permutation(slabs.layers * slabs.device_pages)[: spec.pages]
+    return jnp.asarray(host_pages, jnp.int32), jnp.asarray(targets, jnp.int32)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compiles
 @functools.partial(jax.jit, static_argnums=1)
 def _dispatch(experts: jax.Array, num_experts: int) -> tuple[jax.Array | int, ...]:
     dispatch = ExpertDispatch(experts, num_experts)
-    return dispatch.place, dispatch.tiles_end, dispatch.tile_expert, dispatch.num_places
+    return dispatch.row, dispatch.tiles_end, dispatch.tile_expert, dispatch.num_rows
 
 
 def dispatched(experts: np.ndarray, num_experts: int) -> tuple[np.ndarray, ...]:
@@ -62,7 +62,7 @@ def test_expert_work_follows_the_tokens() -> None:
     """One token of a model with 256 experts takes a tile for each of its experts, no more."""
     dispatch = ExpertDispatch(jnp.asarray([3, 250, 17, 0, 99, 98, 97, 255], jnp.int32), 256)
     assert int(dispatch.tiles_end[-1]) == 8
-    assert dispatch.num_places == 8 * ROW_TILE
+    assert dispatch.num_rows == 8 * ROW_TILE
 
 
 def test_rope_against_complex_rotation() -> None:

@@ -78,7 +78,7 @@ def compiled(num_devices: int) -> Callable:
             assert store.host is not None
             host_slab = store.host.slab
             slab = stage_pages(
-                store.slab, host_slab, layer, staged.host_page, staged.place, staged.count
+                store.slab, host_slab, layer, staged.host_page, staged.target, staged.count
             )
             store = dataclasses.replace(store, slab=slab)
             rows = slab.reshape(-1, slab.shape[-1])
