@@ -39,7 +39,7 @@ def view_sequence(cache: KVCache[DeviceState], slot: int) -> ResidencyView:
     host = cache.device.store.host
     leased = cache.residency.leased_row_cache(slot) and slot not in cache.residency.changed_leases
     if host is not None and leased:
-        held = np.asarray(host.row_cache_row[slot])
+        held = np.asarray(host.row_cache.row[slot])
         held = held[held >= 0] // cache.geometry.rows_per_device
         np.add.at(row_cache, held, 1)
     return ResidencyView(on_device, row_cache)

@@ -122,10 +122,10 @@ class Decoder:
         group."""
         host = self._store.host
         assert host is not None
-        row_cache_row = _forget(host.row_cache_row, jax.random.key(seed), count)
-        host = dataclasses.replace(
-            host, row_cache_row=jax.device_put(row_cache_row, host.row_cache_row.sharding)
-        )
+        row = host.row_cache.row
+        kept = jax.device_put(_forget(row, jax.random.key(seed), count), row.sharding)
+        row_cache = dataclasses.replace(host.row_cache, row=kept)
+        host = dataclasses.replace(host, row_cache=row_cache)
         self._store = dataclasses.replace(self._store, host=host)
 
     def _fill(self, pages: Int[np.ndarray, "slots pages"], resident_pages: int) -> KVStore:
@@ -163,14 +163,12 @@ class Decoder:
 
 
 @partial(jax.jit, static_argnums=2)
-def _forget(
-    row_cache_row: Int[Array, "slots groups entries"], key: jax.Array, count: int
-) -> jax.Array:
+def _forget(row: Int[Array, "slots groups entries"], key: jax.Array, count: int) -> jax.Array:
     """Drops random rows of those in use, which repeats of one step all read."""
-    drawn = jnp.where(row_cache_row >= 0, jax.random.uniform(key, row_cache_row.shape), -1.0)
+    drawn = jnp.where(row >= 0, jax.random.uniform(key, row.shape), -1.0)
     _, rows = lax.top_k(drawn, count)
-    slots, groups = (jnp.arange(size) for size in row_cache_row.shape[:2])
-    return row_cache_row.at[slots[:, None, None], groups[None, :, None], rows].set(-1)
+    slots, groups = (jnp.arange(size) for size in row.shape[:2])
+    return row.at[slots[:, None, None], groups[None, :, None], rows].set(-1)
 
 
 class HybridBench:

@@ -22,7 +22,7 @@ from pallas_kernels.common.implementation import Implementation
 from pallas_kernels.index_scores import batched_index_scores
 from pallas_kernels.index_scores import specs as score_specs
 from pallas_kernels.index_scores.specs import ScoreSpec
-from pallas_kernels.resolve_rows import resolve_rows
+from pallas_kernels.resolve_rows import RowCache, SelectedRows, resolve_rows
 from pallas_kernels.resolve_rows import specs as resolve_specs
 from pallas_kernels.resolve_rows.specs import ResolveSpec
 from pallas_kernels.select_topk import merge_topk, select_topk
@@ -156,22 +156,28 @@ def _resolve_rows(spec: ResolveSpec, implementation: Implementation) -> Call:
     resolve = functools.partial(resolve_rows, **spec.static, implementation=implementation)
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        *state, row_cache_scores, rows, located = operands
-        return resolve(*state, rows, located, row_cache_scores)
+        *row_cache, slots, scores, group, rows, row_ids = operands
+        selected = SelectedRows(slots, rows, row_ids, scores)
+        return tuple(jax.tree.leaves(resolve(RowCache(*row_cache), selected, group)))
 
     return call
 
 
 @functools.cache
-def _resolved(spec: ResolveSpec) -> Operands:
-    """Returns all operands; selections, which `_located` draws, have one row."""
+def _resolved(spec: ResolveSpec) -> resolve_specs.Arguments:
+    """Returns all arguments; selections, which `_located` draws, have one row."""
     one_row = dataclasses.replace(spec, rows=1)
-    return tuple(resolve_specs.arguments(one_row, np.random.default_rng(0), on_host=0.0))
+    return resolve_specs.arguments(one_row, np.random.default_rng(0), on_host=0.0)
+
+
+def _resolve_state(spec: ResolveSpec) -> Operands:
+    row_cache, _, _ = _resolved(spec)
+    return tuple(jax.tree.leaves(row_cache))
 
 
 def _resolve_kept(spec: ResolveSpec) -> Operands:
-    *_, row_cache_page, slots, group, _, _, row_cache_scores = _resolved(spec)
-    return row_cache_page, slots, group, row_cache_scores
+    _, selected, group = _resolved(spec)
+    return selected.slots, selected.scores, group
 
 
 def _located(spec: ResolveSpec, rng: Rng, full: bool) -> Operands:
@@ -180,10 +186,10 @@ def _located(spec: ResolveSpec, rng: Rng, full: bool) -> Operands:
     # A stride coprime to the context visits no row twice.
     step = next(step for step in range(61, spec.context) if math.gcd(step, spec.context) == 1)
     rows = (first + step * np.arange(spec.k)) % spec.context
-    located = np.where(rows % 5 == 0, spec.first_host_row + rows, rows)
-    slots = np.asarray(_resolved(spec)[4])
-    located[slots < 0] = -1
-    return rows.astype(np.int32), located.astype(np.int32)
+    row_ids = np.where(rows % 5 == 0, spec.first_host_row + rows, rows)
+    _, selected, _ = _resolved(spec)
+    row_ids[np.asarray(selected.slots) < 0] = -1
+    return rows.astype(np.int32), row_ids.astype(np.int32)
 
 
 def _resolve_work(spec: ResolveSpec) -> Work:
@@ -235,7 +241,7 @@ SELECTIONS = {
         timed=("glm_4x32",),
         rehearsed=("few",),
         call=_resolve_rows,
-        state=lambda spec: _resolved(spec)[:3],
+        state=_resolve_state,
         kept=_resolve_kept,
         lists=_located,
         work=_resolve_work,

@@ -22,10 +22,10 @@ from glm53.model.rope import rope_angles
 from glm53.model.row_tiles import map_row_tiles
 from glm53.model.step_batch import StepBatch
 from kvcache.device.attend import attend_rows
-from kvcache.device.pytree import pytree_dataclass
 from kvcache.device.resolve import ResolvedRows, ScoreSummary, resolve_selection
 from kvcache.device.store import MESH_AXIS, KVStore, append_index_keys, append_rows
 from kvcache.geometry import KVGeometry
+from pallas_kernels.common.pytree import pytree_dataclass
 
 
 @pytree_dataclass

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvcache.device.pytree import pytree_dataclass
+from pallas_kernels.common.pytree import pytree_dataclass
 
 
 @pytree_dataclass

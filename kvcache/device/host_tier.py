@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvcache.device.pytree import pytree_dataclass
 from kvcache.geometry import KVGeometry
+from pallas_kernels.common.pytree import pytree_dataclass
+from pallas_kernels.resolve_rows import RowCache
 
 READS = ("resident", "row_cache", "staged", "host", "missed", "layer_rows_staged")
 """Columns of `HostTier.reads`."""
@@ -23,14 +24,8 @@ class HostTier:
     Attributes:
         slab: MLA rows [host_pages, rows_per_page, layers, width], sharded on rows_per_page: a row's
             layers lie side by side, so that a missed row of any index group is one burst.
-        row_cache_page: int32 [slots, row_cache_pages], leased device pages, -1 where a slot has no
-            lease.
-        row_cache_row: int32 [slots, groups, row_cache_rows by device], the row of its sequence on
-            this device that each holds, -1 none.
-        row_cache_mean: float32 likewise, running mean of its index scores, NaN before the first.
-        row_cache_entry: int16 [slots, sequence_rows by device], by row of the sequence the
-            row-cache row that may hold it; `row_cache_row` says which. Serves one group after
-            another.
+        row_cache: what the slots keep of host pages on the device; each device has entries of its
+            own, side by side on the last axes of `row`, `mean` and `entry`.
         staging_page: int32 [staging_pages], device pages that a prefill may write host pages to,
             -1 beyond the last.
         selections: float32 [pages by device], decayed count of selections of a page's rows.
@@ -41,10 +36,7 @@ class HostTier:
     """
 
     slab: Shaped[Array, "host_pages rows_per_page layers width"]
-    row_cache_page: Int[Array, "slots row_cache_pages"]
-    row_cache_row: Int[Array, "slots groups entries"]
-    row_cache_mean: Float[Array, "slots groups entries"]
-    row_cache_entry: Int[Array, "slots context"]
+    row_cache: RowCache
     staging_page: Int[Array, " staging"]
     selections: Float[Array, " pages"]
     reads: Int[Array, "slots reads"]
@@ -60,12 +52,15 @@ class HostTier:
         row = geometry.row_format
         shape = (geometry.host_pages, geometry.rows_per_page, geometry.num_layers, row.width)
         entries = (slots, groups, devices * geometry.row_cache_rows)
+        sequence_rows = geometry.sequence_rows if geometry.reads_host else 0
         return cls(
             jnp.zeros(shape, row.dtype),
-            jnp.full((slots, geometry.row_cache_pages), -1, jnp.int32),
-            jnp.full(entries, -1, jnp.int32),
-            jnp.full(entries, jnp.nan, jnp.float32),
-            jnp.zeros((slots, devices * geometry.sequence_rows * geometry.reads_host), jnp.int16),
+            RowCache(
+                jnp.full((slots, geometry.row_cache_pages), -1, jnp.int32),
+                jnp.full(entries, -1, jnp.int32),
+                jnp.full(entries, jnp.nan, jnp.float32),
+                jnp.zeros((slots, devices * sequence_rows), jnp.int16),
+            ),
             jnp.full((max(geometry.staging_pages, 1),), -1, jnp.int32),
             jnp.zeros((devices * geometry.num_pages,), jnp.float32),
             jnp.zeros((slots, devices * len(READS)), jnp.int32),
@@ -76,12 +71,13 @@ class HostTier:
     ) -> "HostTier":
         """Gives slots other row-cache pages, or none (-1), with nothing in them; slot -1 is
         padding."""
-        target = jnp.where(slots >= 0, slots, self.row_cache_page.shape[0])
-        return dataclasses.replace(
-            self,
-            row_cache_page=self.row_cache_page.at[target].set(pages, mode="drop"),
-            row_cache_row=self.row_cache_row.at[target].set(-1, mode="drop"),
+        target = jnp.where(slots >= 0, slots, self.row_cache.page.shape[0])
+        row_cache = dataclasses.replace(
+            self.row_cache,
+            page=self.row_cache.page.at[target].set(pages, mode="drop"),
+            row=self.row_cache.row.at[target].set(-1, mode="drop"),
         )
+        return dataclasses.replace(self, row_cache=row_cache)
 
     def count(
         self,

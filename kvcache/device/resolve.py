@@ -6,6 +6,7 @@ neither is read in host memory, in place; so none of this changes an answer.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvcache.device.host_tier import HostTier
-from kvcache.device.pytree import pytree_dataclass
 from kvcache.device.store import KVStore, translate_positions
 from kvcache.geometry import KVGeometry
 from pallas_kernels.common.implementation import run_if
-from pallas_kernels.resolve_rows import resolve_rows
+from pallas_kernels.common.pytree import pytree_dataclass
+from pallas_kernels.resolve_rows import SelectedRows, resolve_rows
 from pallas_kernels.stage_rows import stage_rows
 
 MAX_ROWS_TO_RESOLVE = 8
@@ -164,8 +165,8 @@ def _row_cache_scores(
 ) -> Float[Array, " entries"]:
     """The best index score of each row-cache row of a sequence among its rows of a step."""
     known = jnp.maximum(slot, 0)
-    held = host.row_cache_row[known, index_group]
-    leased = (slot >= 0) & (host.row_cache_page[known, 0] >= 0)
+    held = host.row_cache.row[known, index_group]
+    leased = (slot >= 0) & (host.row_cache.page[known, 0] >= 0)
 
     def gather(_: Array) -> Array:
         found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
@@ -195,22 +196,18 @@ def _resolve(
     group, first_layer, num_layers = layers
     on_host = located >= geometry.slab_rows
     wanted = jnp.any(on_host)
-    leased = host.row_cache_page[jnp.maximum(slots, 0), 0] >= 0
+    leased = host.row_cache.page[jnp.maximum(slots, 0), 0] >= 0
 
-    def run(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        slab, row_cache_row, row_cache_mean, row_cache_entry, row_ids, *_ = state
-        found = resolve_rows(
-            row_cache_row,
-            row_cache_mean,
-            row_cache_entry,
-            host.row_cache_page,
+    def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        slab, row_cache, row_ids, *_ = state
+        selected = SelectedRows(
             jnp.where(wanted, slots, -1),  # so that scores count in the same steps everywhere
-            group,
             positions // geometry.num_devices,
             row_ids,
             row_cache_scores,
-            geometry.slab_rows,
-            geometry.rows_per_device,
+        )
+        found = resolve_rows(
+            row_cache, selected, group, geometry.slab_rows, geometry.rows_per_device
         )
         rows = (found.host_rows, found.device_rows, found.num_staged)
         slab = stage_rows(slab, host.slab, first_layer, num_layers, *rows)
@@ -219,9 +216,7 @@ def _resolve(
         misses = jnp.where(leased, found.misses, in_place)
         return (
             slab,
-            found.row_cache_row,
-            found.row_cache_mean,
-            found.row_cache_entry,
+            found.row_cache,
             found.row_ids,
             found.hits,
             fresh,
@@ -230,15 +225,11 @@ def _resolve(
             found.staged * num_layers,
         )
 
-    row_cache = (host.row_cache_row, host.row_cache_mean, host.row_cache_entry)
     none = jnp.zeros(slots.shape, jnp.int32)
-    slab, *row_cache, row_ids, hits, fresh, in_place, misses, staged = run_if(
-        wanted, run, (store.slab, *row_cache, located, *[none] * 5)
+    slab, row_cache, row_ids, hits, fresh, in_place, misses, staged = run_if(
+        wanted, run, (store.slab, host.row_cache, located, *[none] * 5)
     )
-    host = dataclasses.replace(
-        host,
-        **dict(zip(("row_cache_row", "row_cache_mean", "row_cache_entry"), row_cache, strict=True)),
-    )
+    host = dataclasses.replace(host, row_cache=row_cache)
     store = dataclasses.replace(store, slab=slab)
     return store, host, row_ids, (hits, fresh, in_place, misses, staged)
 

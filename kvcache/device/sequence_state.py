@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvcache.cache_compiled import cache_compiled
-from kvcache.device.pytree import pytree_dataclass
 from kvcache.geometry import KVGeometry
+from pallas_kernels.common.pytree import pytree_dataclass
 
 
 @pytree_dataclass

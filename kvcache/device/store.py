@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvcache.cache_compiled import cache_compiled
 from kvcache.device.host_tier import HostTier
-from kvcache.device.pytree import pytree_dataclass
 from kvcache.geometry import KVGeometry
 from pallas_kernels.append_rows import append_rows as write_rows
 from pallas_kernels.common.compiler_options import gpu_options
 from pallas_kernels.common.host_memory import HOST_MEMORY, as_device, as_host, host_zeros
+from pallas_kernels.common.pytree import pytree_dataclass
 
 MESH_AXIS = "model"
 
@@ -27,9 +27,9 @@ _SHARDED_AXIS = {
     "slab": 2,
     "index_keys": 2,
     "host.slab": 1,
-    "host.row_cache_row": 2,
-    "host.row_cache_mean": 2,
-    "host.row_cache_entry": 1,
+    "host.row_cache.row": 2,
+    "host.row_cache.mean": 2,
+    "host.row_cache.entry": 1,
     "host.selections": 0,
     "host.reads": 1,
 }

@@ -2,5 +2,6 @@
 
 from pallas_kernels.resolve_rows.operation import resolve_rows
 from pallas_kernels.resolve_rows.reference import Resolution
+from pallas_kernels.resolve_rows.row_cache import RowCache, SelectedRows
 
-__all__ = ["Resolution", "resolve_rows"]
+__all__ = ["Resolution", "RowCache", "SelectedRows", "resolve_rows"]

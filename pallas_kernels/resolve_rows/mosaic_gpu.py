@@ -7,7 +7,6 @@ launch: two blocks a sequence, which update the running means and list victims a
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common import block_selection
 from pallas_kernels.common.block_selection import GRANULE, LARGEST_BLOCK
-from pallas_kernels.common.types import Interpret
+from pallas_kernels.common.types import Interpret, Ref, Scalar
 from pallas_kernels.resolve_rows.reference import Resolution
+from pallas_kernels.resolve_rows.row_cache import RowCache, SelectedRows
 
 _LARGEST = jnp.iinfo(jnp.int16).max
 
@@ -32,92 +32,75 @@ def unsupported(num_entries: int) -> str | None:
 
 
 def resolve_rows(
-    row_cache_row: Int[Array, "slots groups entries"],
-    row_cache_mean: Float[Array, "slots groups entries"],
-    row_cache_entry: Int[Array, "slots context"],
-    row_cache_page: Int[Array, "slots row_cache_pages"],
-    slots: Int[Array, " sequences"],
-    group: int | Int[Array, ""],
-    rows: Int[Array, "sequences rows k"],
-    located: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences entries"],
+    row_cache: RowCache,
+    selected: SelectedRows,
+    index_group: Scalar,
     *,
     first_host_row: int,
     rows_per_page: int,
     interpret: Interpret,
 ) -> Resolution:
     """`operation.resolve_rows`."""
-    num_slots, _, num_entries = row_cache_row.shape
-    group = jnp.asarray(group, jnp.int32)
-    shape, (num_sequences, num_rows, k) = located.shape, located.shape
+    num_slots, _, num_entries = row_cache.row.shape
+    row_of_entry, entry_of_row = row_cache.row, row_cache.entry
+    group = jnp.asarray(index_group, jnp.int32)
+    num_sequences, num_rows, k = selected.row_ids.shape
     flat = (num_sequences, num_rows * k)
-    sequence = jnp.maximum(slots, 0)[:, None]
-    leased = (slots >= 0) & (row_cache_page[sequence[:, 0], 0] >= 0)
-    located = located.reshape(flat)
-    wanted = (located >= first_host_row) & leased[:, None]
-    rows = jnp.where(wanted, rows.reshape(flat), 0)
+    sequence = jnp.maximum(selected.slots, 0)[:, None]
+    leased = (selected.slots >= 0) & (row_cache.page[sequence[:, 0], 0] >= 0)
+    row_ids = selected.row_ids.reshape(flat)
+    wanted = (row_ids >= first_host_row) & leased[:, None]
+    rows = jnp.where(wanted, selected.rows.reshape(flat), 0)
 
-    held = row_cache_row[sequence[:, 0], group]
-    numbers = jnp.broadcast_to(jnp.arange(num_entries, dtype=row_cache_entry.dtype), held.shape)
+    held = row_of_entry[sequence[:, 0], group]
+    numbers = jnp.broadcast_to(jnp.arange(num_entries, dtype=entry_of_row.dtype), held.shape)
     listed = jnp.where((held >= 0) & leased[:, None], sequence, num_slots)
-    row_cache_entry = row_cache_entry.at[listed, held].set(numbers, mode="drop")
+    entry_of_row = entry_of_row.at[listed, held].set(numbers, mode="drop")
 
-    def found(row_cache_row: jax.Array, row_cache_entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The row-cache row of each wanted row, and whether there is one."""
-        slot = jnp.clip(row_cache_entry[sequence, rows].astype(jnp.int32), 0, num_entries - 1)
-        return slot, wanted & (row_cache_row[sequence, group, slot] == rows)
+    def found(row_of_entry: Array, entry_of_row: Array) -> tuple[Array, Array]:
+        """The entry of each wanted row, and whether it holds the row."""
+        entry = jnp.clip(entry_of_row[sequence, rows].astype(jnp.int32), 0, num_entries - 1)
+        return entry, wanted & (row_of_entry[sequence, group, entry] == rows)
 
     # XLA copies a map that it writes before it reads.
-    slot, hit, row_cache_entry = lax.optimization_barrier(
-        (*found(row_cache_row, row_cache_entry), row_cache_entry)
+    entry, hit, entry_of_row = lax.optimization_barrier(
+        (*found(row_of_entry, entry_of_row), entry_of_row)
     )
     # Made of what is traced, as XLA copies a constant before it writes to it.
     used = jnp.broadcast_to(~leased[:, None], held.shape).astype(jnp.int32)
     batch = jnp.arange(num_sequences)[:, None]
-    used = used.at[batch, jnp.where(hit, slot, num_entries)].set(1, mode="drop")
-    row_cache_entry, first = _first_to_miss(
-        row_cache_entry, jnp.where(wanted & ~hit, sequence, num_slots), rows, num_rows
+    used = used.at[batch, jnp.where(hit, entry, num_entries)].set(1, mode="drop")
+    entry_of_row, first = _first_to_miss(
+        entry_of_row, jnp.where(wanted & ~hit, sequence, num_slots), rows, num_rows
     )
 
-    victims, entries, misses, staged, row_cache_mean = _plan(
-        row_cache_row,
-        row_cache_mean,
-        slots,
-        leased,
-        group,
-        row_cache_scores,
-        used,
-        first,
-        interpret,
+    victims, replacements, misses, staged, mean = _plan(
+        row_cache, selected, leased, group, used, first, interpret
     )
-    row = jnp.take_along_axis(rows, entries, axis=1)
-    entry = jnp.arange(victims.shape[1])
-    changed = jnp.where(entry < staged[:, None], sequence, num_slots)
-    row_cache_row = row_cache_row.at[changed, group, victims].set(row, mode="drop")
-    row_cache_entry = row_cache_entry.at[changed, row].set(
-        victims.astype(row_cache_entry.dtype), mode="drop"
+    row = jnp.take_along_axis(rows, replacements, axis=1)
+    changed = jnp.where(jnp.arange(victims.shape[1]) < staged[:, None], sequence, num_slots)
+    row_of_entry = row_of_entry.at[changed, group, victims].set(row, mode="drop")
+    entry_of_row = entry_of_row.at[changed, row].set(
+        victims.astype(entry_of_row.dtype), mode="drop"
     )
 
-    def physical(sequence: jax.Array, slot: jax.Array) -> jax.Array:
-        return (
-            row_cache_page[sequence, slot // rows_per_page] * rows_per_page + slot % rows_per_page
-        )
+    def physical(sequence: Array, entry: Array) -> Array:
+        page = row_cache.page[sequence, entry // rows_per_page]
+        return page * rows_per_page + entry % rows_per_page
 
-    # Both lists of all sequences, one after another: each entry looks up whose it is.
+    # Both lists of all sequences, one after another: each index looks up whose it is.
     ends = jnp.sum(jnp.where(batch >= batch.T, staged, 0), axis=1)
-    entry = jnp.arange(victims.size)
-    whose = jnp.minimum(jnp.sum(ends <= entry[:, None], axis=1), num_sequences - 1)
-    nth = jnp.clip(entry - (ends - staged)[whose], 0, victims.shape[1] - 1)
-    host_rows = located[whose, entries[whose, nth]] - first_host_row
+    index = jnp.arange(victims.size)
+    whose = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), num_sequences - 1)
+    nth = jnp.clip(index - (ends - staged)[whose], 0, victims.shape[1] - 1)
+    host_rows = row_ids[whose, replacements[whose, nth]] - first_host_row
     device_rows = physical(sequence[whose, 0], victims[whose, nth])
-    slot, cached = found(row_cache_row, row_cache_entry)
+    entry, cached = found(row_of_entry, entry_of_row)
     return Resolution(
-        row_cache_row,
-        row_cache_mean,
-        row_cache_entry,
-        jnp.where(cached, physical(sequence, slot), located).reshape(shape),
-        jnp.where(entry < ends[-1], host_rows, 0),
-        jnp.where(entry < ends[-1], device_rows, 0),
+        RowCache(row_cache.page, row_of_entry, mean, entry_of_row),
+        jnp.where(cached, physical(sequence, entry), row_ids).reshape(selected.row_ids.shape),
+        jnp.where(index < ends[-1], host_rows, 0),
+        jnp.where(index < ends[-1], device_rows, 0),
         ends[-1],
         staged,
         jnp.sum(hit, axis=1),
@@ -126,7 +109,7 @@ def resolve_rows(
 
 
 def _first_to_miss(
-    row_cache_entry: Int[Array, "slots context"],
+    entry_of_row: Int[Array, "slots context"],
     claimed: Int[Array, "sequences selected"],
     rows: Int[Array, "sequences selected"],
     num_rows: int,
@@ -134,29 +117,27 @@ def _first_to_miss(
     """Marks the first to name each missed row, which claims it in the map itself.
 
     Args:
-        row_cache_entry: the map.
+        entry_of_row: the map.
         claimed: slot of the sequence of what misses, a slot too many of what does not.
         rows: selected rows.
         num_rows: how many query rows they are of.
     """
-    missed = claimed < row_cache_entry.shape[0]
+    missed = claimed < entry_of_row.shape[0]
     if num_rows == 1:
-        return row_cache_entry, missed
-    order = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=row_cache_entry.dtype), rows.shape)
-    row_cache_entry = row_cache_entry.at[claimed, rows].set(_LARGEST, mode="drop")
-    row_cache_entry = row_cache_entry.at[claimed, rows].min(order, mode="drop")
-    return row_cache_entry, missed & (
-        row_cache_entry[jnp.minimum(claimed, row_cache_entry.shape[0] - 1), rows] == order
+        return entry_of_row, missed
+    order = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=entry_of_row.dtype), rows.shape)
+    entry_of_row = entry_of_row.at[claimed, rows].set(_LARGEST, mode="drop")
+    entry_of_row = entry_of_row.at[claimed, rows].min(order, mode="drop")
+    return entry_of_row, missed & (
+        entry_of_row[jnp.minimum(claimed, entry_of_row.shape[0] - 1), rows] == order
     )
 
 
 def _plan(
-    row_cache_row: Int[Array, "slots groups entries"],
-    row_cache_mean: Float[Array, "slots groups entries"],
-    slots: Int[Array, " sequences"],
+    row_cache: RowCache,
+    selected: SelectedRows,
     leased: Bool[Array, " sequences"],
     group: Int[Array, ""],
-    row_cache_scores: Float[Array, "sequences entries"],
     used: Int[Array, "sequences entries"],
     first: Bool[Array, "sequences selected"],
     interpret: Interpret,
@@ -170,17 +151,17 @@ def _plan(
     """Entries to replace and the misses that replace them, and the new running means.
 
     Returns:
-        Row-cache rows to replace, and which of the selected rows replaces each, both ascending, as
-        many as are staged; then how many misses there are and how many are staged; then
-        `row_cache_mean`.
+        Entries to replace, and which of the selected rows replaces each, both ascending, as many
+        as are staged; then how many misses there are and how many are staged; then the means.
     """
-    num_sequences, num_entries = row_cache_scores.shape
-    selected = first.shape[1]
-    pieces = pl.cdiv(selected, LARGEST_BLOCK)
-    piece = -(-selected // (pieces * GRANULE)) * GRANULE
-    first = jnp.pad(first.astype(jnp.int32), [(0, 0), (0, pieces * piece - selected)])
-    mean = jax.new_ref(row_cache_mean)
-    victims, entries, counts = plgpu.kernel(
+    num_sequences, num_entries = selected.scores.shape
+    num_selected = first.shape[1]
+    pieces = pl.cdiv(num_selected, LARGEST_BLOCK)
+    piece = -(-num_selected // (pieces * GRANULE)) * GRANULE
+    first = jnp.pad(first.astype(jnp.int32), [(0, 0), (0, pieces * piece - num_selected)])
+    mean = jax.new_ref(row_cache.mean)
+    slots = jnp.where(leased, selected.slots, -1)
+    victims, replacements, counts = plgpu.kernel(
         functools.partial(_block, pieces=pieces, piece=piece),
         out_type=[
             jax.ShapeDtypeStruct((num_sequences, num_entries), jnp.int32),
@@ -195,23 +176,23 @@ def _plan(
         ],
         kernel_name="resolve_rows",
         interpret=interpret,
-    )(row_cache_row, mean, jnp.where(leased, slots, -1), group[None], row_cache_scores, used, first)
-    listed = min(selected, num_entries)
-    return victims[:, :listed], entries[:, :listed], *counts, jax.freeze(mean)
+    )(row_cache.row, mean, slots, group[None], selected.scores, used, first)
+    listed = min(num_selected, num_entries)
+    return victims[:, :listed], replacements[:, :listed], *counts, jax.freeze(mean)
 
 
 def _block(
-    row_ref: Any,
-    mean_ref: Any,
-    slots_ref: Any,
-    group_ref: Any,
-    scores_ref: Any,
-    used_ref: Any,
-    first_ref: Any,
-    victims_ref: Any,
-    entries_ref: Any,
-    counts_ref: Any,
-    buffer: Any,
+    row_ref: Ref,
+    mean_ref: Ref,
+    slots_ref: Ref,
+    group_ref: Ref,
+    scores_ref: Ref,
+    used_ref: Ref,
+    first_ref: Ref,
+    victims_ref: Ref,
+    replacements_ref: Ref,
+    counts_ref: Ref,
+    buffer: Ref,
     *,
     pieces: int,
     piece: int,
@@ -222,7 +203,7 @@ def _block(
     num_entries = scores_ref.shape[1]
     slot = slots_ref[sequence]
 
-    def missed(number: jax.Array | int) -> jax.Array:
+    def missed(number: Array | int) -> Array:
         return block_selection.load(first_ref.at[sequence], number * piece, piece) != 0
 
     def list_victims() -> None:
@@ -243,23 +224,23 @@ def _block(
         @pl.when(staged > 0)
         def _() -> None:
             order = block_selection.indices(num_entries)
-            chosen = block_selection.choose(keys, staged, order, num_entries)
+            victims = block_selection.choose(keys, staged, order, num_entries)
             mean = block_selection.load(group_mean, 0, num_entries)
-            group_mean[...] = jnp.where(chosen, jnp.nan, mean)
-            block_selection.compact(chosen, buffer)
+            group_mean[...] = jnp.where(victims, jnp.nan, mean)
+            block_selection.compact(victims, buffer)
             victims_ref[sequence] = block_selection.load(buffer, 0, num_entries)
 
     def list_misses() -> None:
-        def run(number: jax.Array, before: jax.Array) -> jax.Array:
-            chosen = missed(number)
-            after = before + block_selection.count(chosen)
+        def run(number: Array, before: Array) -> Array:
+            listed = missed(number)
+            after = before + block_selection.count(listed)
 
-            # There are no victims for more than the row-cache rows.
+            # There are no victims for more than the entries.
             @pl.when((before < num_entries) & (after > before))
             def _() -> None:
-                block_selection.compact(chosen, buffer)
-                entries = number * piece + block_selection.load(buffer, 0, piece)
-                entries_ref[sequence, pl.ds(before, piece)] = entries
+                block_selection.compact(listed, buffer)
+                rows = number * piece + block_selection.load(buffer, 0, piece)
+                replacements_ref[sequence, pl.ds(before, piece)] = rows
 
             return after
 

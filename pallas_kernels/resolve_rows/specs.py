@@ -7,6 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.pytree import make_unchecked
+from pallas_kernels.resolve_rows.row_cache import RowCache, SelectedRows
+
+Arguments = tuple[RowCache, SelectedRows, Any]
+"""Traced arguments of `resolve_rows`: arrays, or their shapes."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolveSpec:
@@ -43,22 +49,26 @@ class ResolveSpec:
         return {"first_host_row": self.first_host_row, "rows_per_page": self.rows_per_page}
 
     @property
-    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The traced arguments of `resolve_rows`; the first three are the state."""
+    def shapes(self) -> "Arguments":
+        """The traced arguments of `resolve_rows`, shapes in place of arrays."""
         state = (self.slots, self.groups, self.entries)
         selected = (self.sequences, self.rows, self.k)
-        shapes: list[tuple[tuple[int, ...], Any]] = [
-            (state, jnp.int32),
-            (state, jnp.float32),
-            ((self.slots, self.context), jnp.int16),
-            ((self.slots, self.entries // self.rows_per_page), jnp.int32),
-            ((self.sequences,), jnp.int32),
-            ((), jnp.int32),
-            (selected, jnp.int32),
-            (selected, jnp.int32),
-            ((self.sequences, self.entries), jnp.float32),
-        ]
-        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
+        shape = jax.ShapeDtypeStruct
+        row_cache = make_unchecked(
+            RowCache,
+            page=shape((self.slots, self.entries // self.rows_per_page), jnp.int32),
+            row=shape(state, jnp.int32),
+            mean=shape(state, jnp.float32),
+            entry=shape((self.slots, self.context), jnp.int16),
+        )
+        selections = make_unchecked(
+            SelectedRows,
+            slots=shape((self.sequences,), jnp.int32),
+            rows=shape(selected, jnp.int32),
+            row_ids=shape(selected, jnp.int32),
+            scores=shape((self.sequences, self.entries), jnp.float32),
+        )
+        return row_cache, selections, shape((), jnp.int32)
 
 
 def _glm(sequences: int, rows: int, entries: int) -> ResolveSpec:
@@ -78,7 +88,7 @@ SPECS = {
 """By name."""
 
 
-def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> list[jax.Array]:
+def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> Arguments:
     """Random arguments, some sequences of which are padding or have no row-cache rows.
 
     Args:
@@ -107,11 +117,20 @@ def arguments(spec: ResolveSpec, rng: np.random.Generator, on_host: float) -> li
         spec.first_host_row + rng.permutation(context),
         rng.integers(0, spec.first_host_row, (spec.slots, context)),
     )
-    located = where[slots[:, None, None], rows]
-    located[(rng.random(selected) < 0.1) | (slots < 0)[:, None, None]] = -1
+    row_ids = where[slots[:, None, None], rows]
+    row_ids[(rng.random(selected) < 0.1) | (slots < 0)[:, None, None]] = -1
     scores = rng.integers(-2, 3, (spec.sequences, entries))
     group = rng.integers(spec.groups)
-    values = (held, mean, junk, pages, slots, group, rows, located, scores)
-    return [
-        jnp.asarray(value, shape.dtype) for value, shape in zip(values, spec.shapes, strict=True)
-    ]
+    row_cache = RowCache(
+        page=jnp.asarray(pages, jnp.int32),
+        row=jnp.asarray(held, jnp.int32),
+        mean=jnp.asarray(mean, jnp.float32),
+        entry=jnp.asarray(junk, jnp.int16),
+    )
+    selections = SelectedRows(
+        slots=jnp.asarray(slots, jnp.int32),
+        rows=jnp.asarray(rows, jnp.int32),
+        row_ids=jnp.asarray(row_ids, jnp.int32),
+        scores=jnp.asarray(scores, jnp.float32),
+    )
+    return row_cache, selections, jnp.asarray(group, jnp.int32)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm53.model.row_tiles import map_row_tiles
-from kvcache.device.pytree import pytree_dataclass
+from pallas_kernels.common.pytree import pytree_dataclass
 
 
 @pytree_dataclass

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvcache.cache_compiled import cache_compiled
-from kvcache.device.pytree import pytree_dataclass
+from pallas_kernels.common.pytree import pytree_dataclass
 
 MAX_STOP_IDS = 128
 """Most stop ids of a request."""

@@ -24,14 +24,16 @@ ONE = NamedSharding(make_mesh(1), PartitionSpec())
 def test_resolution(name: str) -> None:
     """Row-cache rows that spill, state that is copied, a loop or a sort of many launches."""
     spec = SPECS[name]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE) for x in spec.shapes]
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE), spec.shapes
+    )
     step = functools.partial(resolve_rows, **spec.static, implementation="mosaic_gpu")
-    report = compile_for_h200(step, shapes, donate=(0, 1, 2))
+    report = compile_for_h200(step, shapes, donate=(0,))
     (kernel,) = report.kernels
     assert kernel.spilled_bytes == 0
     assert kernel.shared_bytes <= 52 << 10
     assert report.copies == []
-    state = sum(x.size * x.dtype.itemsize for x in spec.shapes[:3])
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.shapes[0]))
     assert report.device.aliased_bytes == state
     assert report.loops == ()
     assert report.launch_counts["resolve_rows"] == 1

@@ -263,10 +263,10 @@ class Histories(RuleBasedStateMachine):
         pages = np.asarray(self.cache.pages_of(slot), np.int64)
         assert np.array_equal(view.on_device, np.asarray(store.device_page_index)[pages] >= 0)
         assert store.host is not None
-        row_cache_row = np.asarray(store.host.row_cache_row)[slot].reshape(-1, self.num_devices, 3)
+        row_cache_row = np.asarray(store.host.row_cache.row)[slot].reshape(-1, self.num_devices, 3)
         positions = row_cache_row * self.num_devices + np.arange(self.num_devices)[:, None]
         in_page = positions[row_cache_row >= 0] // self.geometry.rows_per_page
-        leased = np.asarray(store.host.row_cache_page)[slot, 0] >= 0
+        leased = np.asarray(store.host.row_cache.page)[slot, 0] >= 0
         shown = [leased * np.count_nonzero(in_page == place) for place in range(len(pages))]
         assert view.row_cache.tolist() == shown
         self.counts["rows in a row cache"] += sum(shown)

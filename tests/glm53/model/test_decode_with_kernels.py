@@ -95,7 +95,7 @@ def random_state(config: GLMConfig, geometry: KVGeometry) -> State:
     device_page, host_page = (np.full(geometry.num_pages, -1, np.int32) for _ in range(2))
     device_page[pages[:, -2:]] = rng.permutation(8)[:4].reshape(2, 2)
     host_page[pages[:, :-2]] = rng.permutation(geometry.host_pages)[:6].reshape(2, 3)
-    row_cache_page = np.full(store.host.row_cache_page.shape, -1, np.int32)
+    row_cache_page = np.full(store.host.row_cache.page.shape, -1, np.int32)
     row_cache_page[LEASED] = rng.permutation(8) + 8
     lengths, tokens = np.zeros((2, geometry.max_sequences), np.int32)
     lengths[[LEASED, UNLEASED]] = LENGTH, LENGTH - 3
@@ -103,7 +103,7 @@ def random_state(config: GLMConfig, geometry: KVGeometry) -> State:
     host = dataclasses.replace(
         store.host,
         slab=random_rows(row, rng, geometry.host_pages, rows, geometry.num_layers),
-        row_cache_page=jnp.asarray(row_cache_page),
+        row_cache=dataclasses.replace(store.host.row_cache, page=jnp.asarray(row_cache_page)),
     )
     state = State(
         dataclasses.replace(
@@ -151,9 +151,9 @@ def host_tier(state: State) -> HostTier:
 
 
 def without_means(state: State) -> State:
-    host = dataclasses.replace(
-        host_tier(state), row_cache_mean=jnp.zeros_like(host_tier(state).row_cache_mean)
-    )
+    row_cache = host_tier(state).row_cache
+    row_cache = dataclasses.replace(row_cache, mean=jnp.zeros_like(row_cache.mean))
+    host = dataclasses.replace(host_tier(state), row_cache=row_cache)
     return state._replace(store=dataclasses.replace(state.store, host=host))
 
 
@@ -201,7 +201,7 @@ def test_equal_to_references(
     reads = dict(zip(READS, counts.tolist(), strict=True))
     assert all(reads[name] > 5 for name in ("resident", "row_cache", "staged", "host")), reads
     # The kernel adds index scores in another order, and may be off by about 3e-4 here.
-    means, others = (host_tier(state).row_cache_mean for state in (found_state, expected_state))
+    means, others = (host_tier(state).row_cache.mean for state in (found_state, expected_state))
     np.testing.assert_allclose(means, others, rtol=0, atol=1e-5)
     found_state, expected_state = map(without_means, (found_state, expected_state))
     assert_same_bits(found_state, expected_state)

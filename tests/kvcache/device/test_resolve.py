@@ -177,7 +177,10 @@ class Driver:
             host=dataclasses.replace(
                 jax.tree.map(jnp.copy, start.host),
                 slab=placed(host, start.host.slab),
-                row_cache_page=placed(row_cache_page, start.host.row_cache_page),
+                row_cache=dataclasses.replace(
+                    jax.tree.map(jnp.copy, start.host.row_cache),
+                    page=placed(row_cache_page, start.host.row_cache.page),
+                ),
                 staging_page=placed(staging, start.host.staging_page),
             ),
         )
@@ -287,7 +290,7 @@ class Driver:
         num_devices = self.sizes.num_devices
         rows, means = (
             np.asarray(array).reshape(SLOTS, len(GROUP_LAYERS), num_devices, NUM_ENTRIES)
-            for array in (host.row_cache_row, host.row_cache_mean)
+            for array in (host.row_cache.row, host.row_cache.mean)
         )
         for (device, slot, group), model in self.models.items():
             # The model holds positions.

@@ -209,8 +209,8 @@ def test_leases(num_devices: int, kind: RowKind) -> None:
     slots = np.asarray([2, -1, 0, -1], np.int32)
     pages = np.asarray([[4, 9], [7, 7], [-1, -1], [3, 1]], np.int32)
     driver.run("lease", slots, pages)
-    host.row_cache_page[[2, 0]] = [[4, 9], [-1, -1]]
-    host.row_cache_row[[2, 0]] = -1
+    host.row_cache.page[[2, 0]] = [[4, 9], [-1, -1]]
+    host.row_cache.row[[2, 0]] = -1
     driver.check()
     driver.run("set_staging_pages", np.asarray([8, 2, -1], np.int32))
     host.staging_page[:] = 8, 2, -1

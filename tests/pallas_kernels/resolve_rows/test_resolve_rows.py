@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.resolve_rows import resolve_rows
+from pallas_kernels.common.pytree import make_unchecked
+from pallas_kernels.resolve_rows import RowCache, SelectedRows, resolve_rows
 from tests.helpers.row_cache import RowCacheModel
 
 pytestmark = pytest.mark.compiles
@@ -59,12 +60,17 @@ class Driver:
         # Hot pages in no order, with pages of others between them.
         pages = self.rng.permutation(2 * SLOTS * num_pages)[: SLOTS * num_pages]
         self.leases = pages.reshape(SLOTS, num_pages).astype(np.int32)
-        self.row_cache_page = np.full_like(self.leases, -1)
         # What an unused map holds is no secret, nor does it matter.
         empty = np.full((SLOTS, GROUPS, shape.entries), -1, np.int32)
         junk = self.rng.integers(-(2**15), 2**15, (SLOTS, CONTEXT // NUM_DEVICES))
         means = np.full(empty.shape, np.nan, np.float32)
-        self.state = (empty, means, junk.astype(np.int16))
+        self.state = make_unchecked(
+            RowCache,
+            page=np.full_like(self.leases, -1),
+            row=empty,
+            mean=means,
+            entry=junk.astype(np.int16),
+        )
         self.models = {
             (slot, group): RowCacheModel.empty(shape.entries)
             for slot in range(SLOTS)
@@ -77,8 +83,8 @@ class Driver:
 
     def lease(self, slot: int, leased: bool) -> None:
         """Gives a slot empty row-cache rows, or none."""
-        self.row_cache_page[slot] = self.leases[slot] if leased else -1
-        self.state[0][slot], self.state[1][slot] = -1, np.nan
+        self.state.page[slot] = self.leases[slot] if leased else -1
+        self.state.row[slot], self.state.mean[slot] = -1, np.nan
         for group in range(GROUPS):
             self.models[slot, group] = RowCacheModel.empty(self.shape.entries)
 
@@ -113,23 +119,24 @@ class Driver:
 
     def run(self, step: Step) -> None:
         """Calls the op and compares all that it returns."""
-        before = [array.copy() for array in self.state]
+        entries_before = np.array(self.state.entry)
         found = jax.device_get(
             compiled(
-                *self.state,
-                self.row_cache_page,
-                step.slots,
+                jax.tree.map(jnp.asarray, self.state),
+                SelectedRows(
+                    slots=jnp.asarray(step.slots),
+                    rows=jnp.asarray(step.rows),
+                    row_ids=jnp.asarray(step.located),
+                    scores=jnp.asarray(step.scores),
+                ),
                 jnp.int32(step.group),
-                step.rows,
-                step.located,
-                step.scores,
             )
         )
-        self.state = tuple(np.array(array) for array in found[:3])
+        self.state = jax.tree.map(np.array, found.row_cache)
         row_ids, staged = step.located.copy(), []
         counts = {"staged": [0] * SEQUENCES, "hits": [0] * SEQUENCES, "misses": [0] * SEQUENCES}
         for index, slot in enumerate(step.slots.tolist()):
-            if slot < 0 or self.row_cache_page[slot, 0] < 0:
+            if slot < 0 or self.state.page[slot, 0] < 0:
                 continue
             model = self.models[slot, step.group]
             on_host = step.located[index] >= FIRST_HOST_ROW
@@ -152,26 +159,22 @@ class Driver:
         assert len(set(device_rows)) == len(device_rows)
         for name, expected in counts.items():
             assert getattr(found, name).tolist() == expected, name
-        self.check_state(before, step)
+        self.check_state(entries_before, step)
 
     def physical(self, slot: int, row: int) -> int:
         page = int(self.leases[slot, row // ROWS_PER_PAGE])
         return page * ROWS_PER_PAGE + row % ROWS_PER_PAGE
 
-    def check_state(self, before: list[np.ndarray], step: Step) -> None:
-        rows, means, row_cache_entry = self.state
+    def check_state(self, entries_before: np.ndarray, step: Step) -> None:
+        rows, means, entries = self.state.row, self.state.mean, self.state.entry
         for (slot, group), model in self.models.items():
             assert rows[slot, group].tolist() == model.rows
             np.testing.assert_array_equal(means[slot, group], np.array(model.means, np.float32))
         for slot in step.slots[step.slots >= 0].tolist():
             for hot, held in enumerate(self.models[slot, step.group].rows):
-                assert (
-                    self.row_cache_page[slot, 0] < 0
-                    or held < 0
-                    or row_cache_entry[slot, held] == hot
-                )
+                assert self.state.page[slot, 0] < 0 or held < 0 or entries[slot, held] == hot
         others = [slot for slot in range(SLOTS) if slot not in step.slots]
-        np.testing.assert_array_equal(row_cache_entry[others], before[2][others])
+        np.testing.assert_array_equal(entries[others], entries_before[others])
 
 
 fractions = st.sampled_from([0.0, 0.3, 0.8, 1.0])
@@ -242,6 +245,6 @@ def test_resident_rows_evict_nothing() -> None:
     driver = one_lease()
     odd = list(range(1, CONTEXT, 2))
     driver.run(one_sequence([odd[:6]] * 6))
-    before = driver.state[0].copy()
+    before = driver.state.row.copy()
     driver.run(one_sequence([odd[3:9]] * 6, first_host=CONTEXT))
-    np.testing.assert_array_equal(driver.state[0], before)
+    np.testing.assert_array_equal(driver.state.row, before)
