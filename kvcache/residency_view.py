@@ -36,10 +36,7 @@ def view_sequence(cache: KVCache[DeviceState], slot: int) -> ResidencyView:
         [cache.residency.device_page_index(page) != NO_PAGE_INDEX for page in pages], bool
     )
     row_cache = np.zeros(len(pages), np.int64)
-    host = cache.device.store.host
-    leased = cache.residency.leased_row_cache(slot) and slot not in cache.residency.changed_leases
-    if host is not None and leased:
-        held = np.asarray(host.row_cache.row[slot])
-        held = held[held >= 0] // cache.geometry.rows_per_device
-        np.add.at(row_cache, held, 1)
+    if cache.residency.leased_row_cache(slot) and slot not in cache.residency.changed_leases:
+        rows = cache.device.row_cache_rows(slot)
+        np.add.at(row_cache, rows // cache.geometry.rows_per_device, 1)
     return ResidencyView(on_device, row_cache)

@@ -23,6 +23,8 @@ from glm53.model.config import GLMConfig
 from glm53.model.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
 from kvcache.device.host_tier import READS
+from kvcache.device.sequence_state import SequenceState
+from kvcache.device.store import KVStore
 from serving.engine.buckets import Buckets, fit
 from serving.engine.compile_notice import compile_notice
 from serving.requests.outputs import TokenLogprobs, TokenTexts
@@ -163,9 +165,8 @@ class ModelRunner:
 
     def synchronize(self) -> None:
         """Waits until the device has done all that was launched."""
-        jax.block_until_ready(
-            (self.cache.device.store, self.cache.device.sequences, self._sampling)
-        )
+        self.cache.device.synchronize()
+        jax.block_until_ready(self._sampling)
 
     @property
     def usable(self) -> bool:
@@ -309,26 +310,22 @@ class ModelRunner:
         self, slots: np.ndarray, num_rows: int, token_ids: np.ndarray, context_pages: int
     ) -> StepOutput:
         counts = np.array([num_rows], np.int32)
+        batch = PrefillBatch(*jax.device_put((slots, counts, token_ids)))
         with self._first_use(_prefill_name(token_ids.shape[1], context_pages)):
-            output, self.cache.device.store, self.cache.device.sequences = self._steps.prefill(
-                self.params,
-                self.cache.device.store,
-                self.cache.device.sequences,
-                PrefillBatch(*jax.device_put((slots, counts, token_ids))),
-                context_pages=context_pages,
+            return self.cache.device.run(
+                lambda store, sequences: self._steps.prefill(
+                    self.params, store, sequences, batch, context_pages=context_pages
+                )
             )
-        return output
 
     def _decode(self, slots: np.ndarray, context_pages: int) -> StepOutput:
+        placed = jax.device_put(slots)
         with self._first_use(_decode_name(len(slots), context_pages)):
-            output, self.cache.device.store, self.cache.device.sequences = self._steps.decode(
-                self.params,
-                self.cache.device.store,
-                self.cache.device.sequences,
-                jax.device_put(slots),
-                context_pages=context_pages,
+            return self.cache.device.run(
+                lambda store, sequences: self._steps.decode(
+                    self.params, store, sequences, placed, context_pages=context_pages
+                )
             )
-        return output
 
     def _first_use(self, what: str) -> AbstractContextManager[None]:
         """Context of a launch, which says that the program is compiled if it may have to be."""
@@ -356,11 +353,16 @@ class ModelRunner:
         return _start_transfers(Launched(sequences, slots, chosen, output.reads, scores))
 
     def _sample(self, slots: np.ndarray, logits: jax.Array, greedy: jax.Array) -> jax.Array:
-        with self._first_use(f"the sampler of {len(slots)}"):
-            chosen, self._sampling, self.cache.device.sequences = self._sampler.sample(
-                self._sampling, self.cache.device.sequences, jax.device_put(slots), logits, greedy
+        def sample(
+            store: KVStore, sequences: SequenceState
+        ) -> tuple[jax.Array, KVStore, SequenceState]:
+            tokens, self._sampling, sequences = self._sampler.sample(
+                self._sampling, sequences, jax.device_put(slots), logits, greedy
             )
-        return chosen
+            return tokens, store, sequences
+
+        with self._first_use(f"the sampler of {len(slots)}"):
+            return self.cache.device.run(sample)
 
     def _score_prompt(
         self, sequence: Continuation, chunk: PrefillChunk, hidden: jax.Array

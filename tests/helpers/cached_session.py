@@ -180,13 +180,16 @@ class CachedSession:
         self.cache.prepare({slot: len(ids) for slot, ids in tokens.items()}, staging=staging)
         self._overwrite_unused()
         before = self._reads()
-        output, self.cache.device.store, self.cache.device.sequences = self.steps.prefill(
-            self.params,
-            self.cache.device.store,
-            self.cache.device.sequences,
-            PrefillBatch(jnp.array(slots, jnp.int32), jnp.asarray(counts), jnp.asarray(token_ids)),
-            context_pages=self.geometry.max_pages_per_sequence,
-            trace=True,
+        batch = PrefillBatch(*map(jnp.asarray, (np.array(slots, np.int32), counts, token_ids)))
+        output = self.cache.device.run(
+            lambda store, sequences: self.steps.prefill(
+                self.params,
+                store,
+                sequences,
+                batch,
+                context_pages=self.geometry.max_pages_per_sequence,
+                trace=True,
+            )
         )
         output = with_all_logits(self.steps, self.params, output)
         for slot, ids in tokens.items():
@@ -216,12 +219,13 @@ class CachedSession:
         if tier is not None:
             unused = set(range(geometry.host_pages)) - host
             tier = dataclasses.replace(tier, slab=_overwrite(tier.slab, 0, unused))
-        self.cache.device.store = dataclasses.replace(
+        store = dataclasses.replace(
             store,
             slab=_overwrite(store.slab, 1, set(range(geometry.device_pages)) - read),
             index_keys=_overwrite(store.index_keys, 1, set(pages) - held),
             host=tier,
         )
+        self.cache.device.run(lambda _, sequences: (None, store, sequences))
 
 
 def _overwrite(array: jax.Array, axis: int, places: set[int]) -> jax.Array:

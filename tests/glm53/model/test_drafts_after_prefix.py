@@ -74,13 +74,15 @@ def run(
         complete = start + len(chunk) == len(prompt)
         session.append({slot: chunk}, rows=ROWS, staging=True, complete=complete)
     cache.prepare({slot: DRAFTS})
-    drafts, device.store, device.sequences = session.steps.draft(
-        session.params,
-        device.store,
-        device.sequences,
-        jnp.array([slot], jnp.int32),
-        context_pages=session.geometry.max_pages_per_sequence,
-        num_drafts=DRAFTS,
+    drafts = device.run(
+        lambda store, sequences: session.steps.draft(
+            session.params,
+            store,
+            sequences,
+            jnp.array([slot], jnp.int32),
+            context_pages=session.geometry.max_pages_per_sequence,
+            num_drafts=DRAFTS,
+        )
     )
     cache.check_integrity()
     store, pages = device.store, np.array(cache.pages_of(slot))
