@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int, Int64
 
-from kvcache.device.host_tier import READS
+from kvcache.reads import NUM_READS, Reads, no_reads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,19 @@ class CacheCounters:
     offloaded_pages: int = 0
     offloaded_bytes: int = 0
 
+    @classmethod
+    def of_reads(cls, reads: Int64[np.ndarray, " reads"], row_bytes: int) -> "CacheCounters":
+        """Counters of reads that `ReadCounts.update` has returned."""
+        counts = Reads(*reads.tolist())
+        return cls(
+            resident_reads=counts.resident,
+            row_cache_reads=counts.row_cache,
+            staged_reads=counts.staged,
+            host_reads=counts.host,
+            missed_rows=counts.missed,
+            staged_bytes=counts.layer_rows_staged * row_bytes,
+        )
+
     def __add__(self, other: "CacheCounters") -> "CacheCounters":
         return CacheCounters(
             **{
@@ -51,7 +64,7 @@ class ReadCounts:
     """Reads of each sequence slot, from counts on the device that are modulo 2**32."""
 
     def __init__(self, max_sequences: int) -> None:
-        self._seen = np.zeros((max_sequences, len(READS)), np.int64)
+        self._seen = no_reads(max_sequences)
 
     def update(
         self,
@@ -64,21 +77,8 @@ class ReadCounts:
             slots: different slots.
             reads: the device's counts of each; see `HostTier.reads`. At most 2**32 more than last.
         """
-        by_device = reads.reshape(len(reads), -1, len(READS))
+        by_device = reads.reshape(len(reads), -1, NUM_READS)
         total = by_device.sum(axis=1, dtype=np.int64)
         new = (total - self._seen[slots]) & 0xFFFFFFFF
         self._seen[slots] = total
         return new
-
-    @staticmethod
-    def counters(reads: Int64[np.ndarray, " reads"], row_bytes: int) -> CacheCounters:
-        """Counters of reads that `update` has returned."""
-        resident, cached, staged, host, missed, layer_rows = reads.tolist()
-        return CacheCounters(
-            resident_reads=resident,
-            row_cache_reads=cached,
-            staged_reads=staged,
-            host_reads=host,
-            missed_rows=missed,
-            staged_bytes=layer_rows * row_bytes,
-        )

@@ -5,13 +5,13 @@ from typing import TypeVar
 
 from jaxtyping import Array, Int
 
+from kvcache.reads import NUM_READS
 from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.index_scores import KEY_BLOCK
 
 Position = TypeVar("Position", int, Int[Array, "..."])
 
 MAX_ROW_CACHE_ROWS = (1 << 15) - 1
-_NUM_READS = 6  # columns of `HostTier.reads`
 _MAY_BE_ZERO = ("host_pages", "row_cache_rows", "staging_pages")
 
 
@@ -164,7 +164,7 @@ class KVGeometry:
             self.num_index_layers * 8 * self.row_cache_rows
             + 2 * self.sequence_rows * self.reads_host
         )
-        slots = self.max_sequences * (entries + 4 * self.row_cache_pages + 4 * _NUM_READS)
+        slots = self.max_sequences * (entries + 4 * self.row_cache_pages + 4 * NUM_READS)
         staging = 4 * max(self.staging_pages, 1)
         return self.num_devices * (slots + 12 * self.num_pages + staging)
 

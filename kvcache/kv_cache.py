@@ -279,7 +279,7 @@ class KVCache[DeviceT: CacheDevice]:
 
     def read_counters(self, reads: Int64[np.ndarray, " reads"]) -> CacheCounters:
         """Counters of reads that `note_reads` has returned."""
-        return ReadCounts.counters(reads, self.geometry.row_format.row_bytes)
+        return CacheCounters.of_reads(reads, self.geometry.row_format.row_bytes)
 
     def warm_up(self) -> None:
         """Launches everything once that steps may need, with padding, to compile it.

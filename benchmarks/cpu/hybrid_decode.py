@@ -17,6 +17,7 @@ usage: python benchmarks/cpu/hybrid_decode.py [--repeats N] [--miss-share X] [--
 import argparse
 import dataclasses
 import json
+import operator
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -37,8 +38,8 @@ from glm53.model.config import GLMConfig
 from glm53.model.sharding import make_mesh
 from glm53.model.steps import StepOutput, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
-from kvcache.device.host_tier import READS
 from kvcache.device.transitions import compiled_transitions
+from kvcache.reads import Reads
 
 CHECKPOINT = Path(__file__).parents[2] / ".cache" / "small-62m"
 CONTEXTS = (8192, 16384)
@@ -112,10 +113,10 @@ class Decoder:
         jax.block_until_ready((output, self._store, self._sequences))
         return output, (time.perf_counter() - start) * 1e3
 
-    def reads(self) -> dict[str, int]:
+    def reads(self) -> Reads[int]:
         """Returns the rows that steps have read since the store was made, summed over slots."""
         assert self._store.host is not None
-        return dict(zip(READS, np.asarray(self._store.host.reads).sum(0).tolist(), strict=True))
+        return Reads(*np.asarray(self._store.host.reads).sum(0).tolist())
 
     def forget(self, count: int, seed: int) -> None:
         """Drops `count` random cached rows that the last step read, of each slot and index
@@ -223,11 +224,11 @@ class HybridBench:
             decoder.forget(self._forgotten, self._seed)
         before = decoder.reads()
         _, milliseconds = decoder.step()
-        found = {name: count - before[name] for name, count in decoder.reads().items()}
+        found = jax.tree.map(operator.sub, decoder.reads(), before)
         missed = self._forgotten * self._cells if variant == "some missed" else 0
         in_host = variant != "all on the device"
-        if (found["missed"], found["staged"], found["host"]) != (missed, missed, 0) or (
-            found["row_cache"] > 0
+        if (found.missed, found.staged, found.host) != (missed, missed, 0) or (
+            found.row_cache > 0
         ) != in_host:
             raise RuntimeError(f"{variant!r} read {found}; {missed} rows should be missed")
         return milliseconds

@@ -2,15 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvcache.geometry import KVGeometry
+from kvcache.reads import NUM_READS, Reads
 from pallas_kernels.common.pytree import pytree_dataclass
 from pallas_kernels.resolve_rows import RowCache
-
-READS = ("resident", "row_cache", "staged", "host", "missed", "layer_rows_staged")
-"""Columns of `HostTier.reads`."""
 
 
 @pytree_dataclass
@@ -29,10 +28,7 @@ class HostTier:
         staging_page: int32 [staging_pages], device pages that a prefill may write host pages to,
             -1 beyond the last.
         selections: float32 [pages by device], decayed count of selections of a page's rows.
-        reads: int32 [slots, len(READS) by device], selected rows by where they were found (resident
-            page, row-cache row, staged in this step, host memory in place), rows that were on no
-            page of the device and not in the row cache, which row-cache rows count once a step, and
-            rows staged, each layer counted. Modulo 2**32.
+        reads: int32 [slots, NUM_READS by device], the fields of `Reads` side by side, modulo 2**32.
     """
 
     slab: Shaped[Array, "host_pages rows_per_page layers width"]
@@ -63,7 +59,7 @@ class HostTier:
             ),
             jnp.full((max(geometry.staging_pages, 1),), -1, jnp.int32),
             jnp.zeros((devices * geometry.num_pages,), jnp.float32),
-            jnp.zeros((slots, devices * len(READS)), jnp.int32),
+            jnp.zeros((slots, devices * NUM_READS), jnp.int32),
         )
 
     def lease(
@@ -83,7 +79,7 @@ class HostTier:
         self,
         slots: Int[Array, " sequences"],
         pages: Int[Array, "sequences rows k"],
-        reads: Int[Array, "sequences reads"],
+        reads: Reads[Int[Array, " sequences"]],
     ) -> "HostTier":
         """Counts what a step of one index group selected (pages, -1 for none) and read."""
         counted = jnp.where(pages >= 0, pages, self.selections.shape[0]).reshape(-1)
@@ -91,5 +87,5 @@ class HostTier:
         return dataclasses.replace(
             self,
             selections=self.selections.at[counted].add(1.0, mode="drop"),
-            reads=self.reads.at[target].add(reads, mode="drop"),
+            reads=self.reads.at[target].add(jnp.stack(jax.tree.leaves(reads), axis=1), mode="drop"),
         )

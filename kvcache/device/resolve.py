@@ -6,9 +6,8 @@ neither is read in host memory, in place; so none of this changes an answer.
 """
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -16,9 +15,11 @@ from jaxtyping import Array, Float, Int
 from kvcache.device.host_tier import HostTier
 from kvcache.device.store import KVStore, translate_positions
 from kvcache.geometry import KVGeometry
+from kvcache.reads import Reads
 from pallas_kernels.common.implementation import run_if
 from pallas_kernels.common.pytree import pytree_dataclass
-from pallas_kernels.resolve_rows import SelectedRows, resolve_rows
+from pallas_kernels.common.types import Scalar, Slab
+from pallas_kernels.resolve_rows import RowCache, SelectedRows, resolve_rows
 from pallas_kernels.stage_rows import stage_rows
 
 MAX_ROWS_TO_RESOLVE = 8
@@ -26,8 +27,6 @@ MAX_ROWS_TO_RESOLVE = 8
 
 ScoreSummary = Float[Array, "sequences entries"] | None
 """Best index score of each row-cache row of a step's sequences; None in a step that uses none."""
-
-Scalar = int | Int[Array, ""]
 
 
 @pytree_dataclass
@@ -77,7 +76,7 @@ class ResolvedRows:
 def resolve_selection(
     store: KVStore,
     geometry: KVGeometry,
-    group: Scalar,
+    index_group: Scalar,
     first_layer: Scalar,
     slots: Int[Array, " sequences"],
     block_tables: Int[Array, "sequences context_pages"],
@@ -90,7 +89,7 @@ def resolve_selection(
     Args:
         store: the store.
         geometry: its sizes.
-        group: the index group.
+        index_group: the index group.
         first_layer: its first layer.
         slots: slot of each sequence, -1 for padding.
         block_tables: pages of each sequence.
@@ -102,31 +101,23 @@ def resolve_selection(
         The store, its row-cache rows up to date for all layers of the group; and the rows.
     """
     flat = positions.reshape(positions.shape[0], -1)
-    located, pages = (
+    row_ids, pages = (
         found.reshape(positions.shape)
         for found in translate_positions(store, geometry, block_tables, flat, device)
     )
     host = store.host
     if host is None:
-        return store, ResolvedRows(_by_token(located), None)
-    layers = jnp.asarray(geometry.group_layers, jnp.int32)[group]
-    on_host = located >= geometry.slab_rows
+        return store, ResolvedRows(_by_token(row_ids), None)
+    num_layers = jnp.asarray(geometry.group_layers, jnp.int32)[index_group]
+    resident = jnp.sum((row_ids >= 0) & (row_ids < geometry.slab_rows), axis=(1, 2))
     if summary is not None:
-        store, host, row_ids, reads = _resolve(
-            store,
-            host,
-            geometry,
-            (group, first_layer, layers),
-            slots,
-            positions,
-            located,
-            summary,
-        )
+        layers = IndexGroup(index_group, first_layer, num_layers)
+        selected = SelectedRows(slots, positions // geometry.num_devices, row_ids, summary)
+        store, host, row_ids, reads = _stage_rows(store, host, geometry, layers, selected)
         staged = StagedPages.none(geometry)
     else:
-        row_ids, staged, reads = _plan_staging(store, host, geometry, layers, located, pages)
-    resident = jnp.sum((located >= 0) & ~on_host, axis=(1, 2))
-    host = host.count(slots, pages, jnp.stack([resident, *reads], axis=1))
+        row_ids, staged, reads = _plan_staging(store, host, geometry, num_layers, row_ids, pages)
+    host = host.count(slots, pages, dataclasses.replace(reads, resident=resident))
     return dataclasses.replace(store, host=host), ResolvedRows(_by_token(row_ids), staged)
 
 
@@ -180,58 +171,70 @@ def _by_token(row_ids: Int[Array, "sequences rows k"]) -> Int[Array, "tokens k"]
     return row_ids.reshape(-1, row_ids.shape[-1])
 
 
-def _resolve(
+class IndexGroup(NamedTuple):
+    """An index group's layers.
+
+    Attributes:
+        number: the group.
+        first_layer: its first layer.
+        num_layers: how many it has.
+    """
+
+    number: Scalar
+    first_layer: Scalar
+    num_layers: Scalar
+
+
+class _Staged(NamedTuple):
+    """State that staging rows changes."""
+
+    slab: Slab
+    row_cache: RowCache
+    row_ids: Int[Array, "sequences rows k"]
+    reads: Reads[Int[Array, " sequences"]]
+
+
+def _stage_rows(
     store: KVStore,
     host: HostTier,
     geometry: KVGeometry,
-    layers: tuple[Scalar, Scalar, Scalar],
-    slots: Int[Array, " sequences"],
-    positions: Int[Array, "sequences rows k"],
-    located: Int[Array, "sequences rows k"],
-    row_cache_scores: Float[Array, "sequences entries"],
-) -> tuple[KVStore, HostTier, jax.Array, tuple[jax.Array, ...]]:
-    """Brings missed rows to the sequences' row-cache rows, for a group, its first layer and its
-    number of layers. Returns the store, its host tier, row ids, and what `reads` counts of host
-    rows."""
-    group, first_layer, num_layers = layers
-    on_host = located >= geometry.slab_rows
-    wanted = jnp.any(on_host)
-    leased = host.row_cache.page[jnp.maximum(slots, 0), 0] >= 0
+    layers: IndexGroup,
+    selected: SelectedRows,
+) -> tuple[KVStore, HostTier, Int[Array, "sequences rows k"], Reads[Int[Array, " sequences"]]]:
+    """Brings missed rows to the row cache, for all layers of a group.
 
-    def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        slab, row_cache, row_ids, *_ = state
-        selected = SelectedRows(
-            jnp.where(wanted, slots, -1),  # so that scores count in the same steps everywhere
-            positions // geometry.num_devices,
-            row_ids,
-            row_cache_scores,
-        )
+    Returns the store, its host tier, row ids, and what was read of host rows.
+    """
+    on_host = selected.row_ids >= geometry.slab_rows
+    wanted = jnp.any(on_host)
+    leased = host.row_cache.page[jnp.maximum(selected.slots, 0), 0] >= 0
+
+    def stage(state: _Staged) -> _Staged:
+        # Where nothing is wanted, scores must not count, as in a step that is skipped.
+        counted = dataclasses.replace(selected, slots=jnp.where(wanted, selected.slots, -1))
         found = resolve_rows(
-            row_cache, selected, group, geometry.slab_rows, geometry.rows_per_device
+            state.row_cache, counted, layers.number, geometry.slab_rows, geometry.rows_per_device
         )
         rows = (found.host_rows, found.device_rows, found.num_staged)
-        slab = stage_rows(slab, host.slab, first_layer, num_layers, *rows)
+        slab = stage_rows(state.slab, host.slab, layers.first_layer, layers.num_layers, *rows)
         in_place = jnp.sum(found.row_ids >= geometry.slab_rows, axis=(1, 2))
-        fresh = jnp.sum(on_host, axis=(1, 2)) - found.hits - in_place
-        misses = jnp.where(leased, found.misses, in_place)
-        return (
-            slab,
-            found.row_cache,
-            found.row_ids,
-            found.hits,
-            fresh,
-            in_place,
-            misses,
-            found.staged * num_layers,
+        reads = Reads(
+            resident=state.reads.resident,
+            row_cache=found.hits,
+            staged=jnp.sum(on_host, axis=(1, 2)) - found.hits - in_place,
+            host=in_place,
+            missed=jnp.where(leased, found.misses, in_place),
+            layer_rows_staged=found.staged * layers.num_layers,
         )
+        return _Staged(slab, found.row_cache, found.row_ids, reads)
 
-    none = jnp.zeros(slots.shape, jnp.int32)
-    slab, row_cache, row_ids, hits, fresh, in_place, misses, staged = run_if(
-        wanted, run, (store.slab, host.row_cache, located, *[none] * 5)
-    )
-    host = dataclasses.replace(host, row_cache=row_cache)
-    store = dataclasses.replace(store, slab=slab)
-    return store, host, row_ids, (hits, fresh, in_place, misses, staged)
+    none = jnp.zeros(selected.slots.shape, jnp.int32)
+    nothing = Reads(none, none, none, none, none, none)
+    state = _Staged(store.slab, host.row_cache, selected.row_ids, nothing)
+    state = run_if(wanted, stage, state)
+    host = dataclasses.replace(host, row_cache=state.row_cache)
+    store = dataclasses.replace(store, slab=state.slab)
+    return store, host, state.row_ids, state.reads
 
 
 def _plan_staging(
@@ -239,19 +242,19 @@ def _plan_staging(
     host: HostTier,
     geometry: KVGeometry,
     num_layers: Scalar,
-    located: Int[Array, "sequences rows k"],
+    row_ids: Int[Array, "sequences rows k"],
     pages: Int[Array, "sequences rows k"],
-) -> tuple[jax.Array, StagedPages, tuple[jax.Array, ...]]:
+) -> tuple[Int[Array, "sequences rows k"], StagedPages, Reads[Int[Array, " sequences"]]]:
     """Gives a staging page to each host page that a row selected from, as far as there are any.
 
-    Returns row ids, the plan, and what `reads` counts of host rows.
+    Returns row ids, the plan, and what is read of host rows.
     """
-    on_host = located >= geometry.slab_rows
+    on_host = row_ids >= geometry.slab_rows
     spilled = jnp.sum(on_host, axis=(1, 2))
     num_staging = jnp.sum(host.staging_page >= 0)
 
-    def run(state: tuple[jax.Array, StagedPages]) -> tuple[jax.Array, StagedPages]:
-        _, plan = state
+    def plan_pages(state: tuple[Array, StagedPages]) -> tuple[Array, StagedPages]:
+        row_ids, plan = state
         capacity = jnp.minimum(num_staging * geometry.num_layers, plan.target.shape[0])
         needed = jnp.zeros((geometry.num_pages,), bool)
         needed = needed.at[jnp.where(on_host, pages, geometry.num_pages)].set(True, mode="drop")
@@ -265,14 +268,23 @@ def _plan_staging(
             plan.target.at[listed].set(target, mode="drop"),
             jnp.sum(needed),
         )
-        row = (located - geometry.slab_rows) % geometry.rows_per_device
+        row = (row_ids - geometry.slab_rows) % geometry.rows_per_device
         readable = jnp.maximum(pages, 0)
         staged = on_host & needed[readable]
         staged_row = target[readable] * geometry.rows_per_device + row
-        return jnp.where(staged, staged_row, located), plan
+        return jnp.where(staged, staged_row, row_ids), plan
 
-    row_ids, plan = run_if(jnp.any(on_host), run, (located, StagedPages.none(geometry)))
+    row_ids, plan = run_if(jnp.any(on_host), plan_pages, (row_ids, StagedPages.none(geometry)))
     in_place = jnp.sum(row_ids >= geometry.slab_rows, axis=(1, 2))
     first = jnp.arange(spilled.shape[0]) == jnp.argmax(spilled > 0)
     rows = jnp.where(first, plan.count * geometry.rows_per_device * num_layers, 0)
-    return row_ids, plan, (jnp.zeros_like(spilled), spilled - in_place, in_place, spilled, rows)
+    none = jnp.zeros_like(spilled)
+    reads = Reads(
+        resident=none,
+        row_cache=none,
+        staged=spilled - in_place,
+        host=in_place,
+        missed=spilled,
+        layer_rows_staged=rows,
+    )
+    return row_ids, plan, reads

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int, Int64
 from glm53.model.config import GLMConfig
 from glm53.model.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import CacheCounters, DeviceState, KVCache, KVGeometry
-from kvcache.device.host_tier import READS
 from kvcache.device.sequence_state import SequenceState
 from kvcache.device.store import KVStore
+from kvcache.reads import no_reads
 from serving.engine.buckets import Buckets, fit
 from serving.engine.compile_notice import compile_notice
 from serving.requests.outputs import TokenLogprobs, TokenTexts
@@ -295,7 +295,7 @@ class ModelRunner:
             ]
             prompt = tuple(entry for some in entries for entry in some if entry is not None)
         if launched.reads is None:
-            reads = np.zeros((len(sequences), len(READS)), np.int64)
+            reads = no_reads(len(sequences))
         else:
             read = np.asarray(launched.reads)[: len(sequences)]
             reads = self.cache.note_reads(launched.slots[: len(sequences)], read)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache import CacheCounters, EncodedTokens
-from kvcache.device.host_tier import READS
+from kvcache.reads import no_reads
 from serving.errors import describe_error
 from serving.requests.output_text import OutputText
 from serving.requests.outputs import (
@@ -58,7 +58,7 @@ class Continuation:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    reads: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(READS), np.int64))
+    reads: np.ndarray = dataclasses.field(default_factory=no_reads)
     cache_counters: CacheCounters = dataclasses.field(default_factory=CacheCounters)
     last_token_at: float | None = None
 

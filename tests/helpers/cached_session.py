@@ -14,7 +14,7 @@ from glm53.model.kv_geometry import kv_geometry
 from glm53.model.sharding import make_mesh
 from glm53.model.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import DeviceState, KVCache, KVGeometry, KVStore
-from kvcache.device.host_tier import READS
+from kvcache.reads import Reads, no_reads
 from pallas_kernels.common.row_format import RowKind
 from tests.helpers.session import Session, with_all_logits
 
@@ -158,7 +158,7 @@ class CachedSession:
         slots: Iterable[int] | None = None,
         staging: bool,
         complete: bool = False,
-    ) -> tuple[StepOutput, dict[str, int]]:
+    ) -> tuple[StepOutput, Reads[int]]:
         """One step, traced, that appends tokens to the sequences in some slots.
 
         Args:
@@ -169,7 +169,7 @@ class CachedSession:
             complete: whether the tokens end the sequences' prompts.
 
         Returns:
-            Its output, and how many rows it read by where they were found; see `READS`.
+            Its output, and how many rows it read by where they were found.
         """
         slots = list(tokens if slots is None else slots)
         counts, token_ids = np.zeros(len(slots), np.int32), np.zeros((len(slots), rows), np.int32)
@@ -194,13 +194,13 @@ class CachedSession:
         output = with_all_logits(self.steps, self.params, output)
         for slot, ids in tokens.items():
             self.cache.advance(slot, ids.tolist(), prompt_complete=complete)
-        return output, dict(zip(READS, (self._reads() - before).tolist(), strict=True))
+        return output, Reads(*(self._reads() - before).tolist())
 
     def _reads(self) -> np.ndarray:
         host = self.cache.device.store.host
         if host is None:
-            return np.zeros(len(READS), np.int64)
-        return np.array(host.reads, np.int64).reshape(-1, len(READS)).sum(axis=0)
+            return no_reads()
+        return np.array(host.reads, np.int64).reshape(-1, len(no_reads())).sum(axis=0)
 
     def _overwrite_unused(self) -> None:
         """Puts garbage wherever nothing lies that the next step may read."""

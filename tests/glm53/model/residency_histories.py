@@ -250,7 +250,7 @@ class Histories(RuleBasedStateMachine):
             run.done += count
             self.note_contents(slot)
         self.counts["steps"] += 1
-        for column, count in reads.items():
+        for column, count in dataclasses.asdict(reads).items():
             self.counts[f"{column} in {'prefill' if is_prefill else 'decode'}"] += count
         self.check_store()
         for slot in self.running:

@@ -1,5 +1,6 @@
 """A context that lies mostly in host memory, against references that know of no tiers."""
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -60,7 +61,7 @@ def test_mostly_on_the_host(
         assert output.trace is not None
         logits.append(np.array(output.logits)[0, : len(some)])
         selected.append(np.array(output.trace.selected)[full, : len(some)])
-        reads.update(found)
+        reads.update(dataclasses.asdict(found))
     logits, selected = np.concatenate(logits), np.concatenate(selected, axis=1)
     expected = golden["p0_e5_logits"]
     np.testing.assert_allclose(logits[: len(ids)], expected, rtol=0, atol=LOGITS_ATOL)

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
-from kvcache.device.host_tier import READS
 from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE, resolve_selection
 from kvcache.device.store import MESH_AXIS, in_host, on_device
+from kvcache.reads import Reads
 from pallas_kernels.common.host_memory import HOST_MEMORY
 from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.stage_rows import stage_pages
@@ -25,6 +25,7 @@ DEVICE_PAGES, HOST_PAGES = 14, 18
 NUM_ENTRIES, ROW_CACHE_PAGES, STAGING_PAGES = 6, 2, 3
 SEQUENCES, K = 3, 10
 PREFILL_ROWS = MAX_ROWS_TO_RESOLVE + 1
+FIELDS = [field.name for field in dataclasses.fields(Reads)]
 NOTHING = -7  # in every row that holds no page's
 
 # Places of the device that are on lease; all others may hold pages.
@@ -143,7 +144,7 @@ class Driver:
             for slot in range(SLOTS)
             for group in range(len(GROUP_LAYERS))
         }
-        self.reads = np.zeros((SLOTS, num_devices, len(READS)), np.int64)
+        self.reads = np.zeros((SLOTS, num_devices, len(FIELDS)), np.int64)
         self.selections = np.zeros((num_devices, sizes.num_pages))
         self.store = self.filled()
 
@@ -256,7 +257,7 @@ class Driver:
         for index, slot in enumerate(slots):
             if slot < 0:
                 continue
-            counts = dict.fromkeys(READS, 0)
+            counts = dict.fromkeys(FIELDS, 0)
             counts["resident"] = int(((pages[index] >= 0) & ~spilled[index]).sum())
             wanted, elsewhere = positions[index][spilled[index]].tolist(), in_place[index]
             if positions.shape[1] > MAX_ROWS_TO_RESOLVE:
@@ -352,7 +353,7 @@ def test_row_cache_rows(num_devices: int, spilled: str) -> None:
     ]:
         driver.run(group, slots, driver.select(num_rows, reach=reach))
     for name in ("row_cache", "staged", "host", "missed"):
-        assert driver.reads[..., READS.index(name)].any(), name
+        assert driver.reads[..., FIELDS.index(name)].any(), name
 
 
 @meshes
@@ -367,9 +368,9 @@ def test_staged_pages(num_devices: int, num_staging: int, spilled: str) -> None:
     driver = Driver(num_devices, device_page, ON_HOST, TABLES, (0,), num_staging)
     for group, slots in ((0, [2, 0, 1]), (1, [1, -1, 0])):
         driver.run(group, slots, driver.select(PREFILL_ROWS))
-    host = driver.reads[..., READS.index("host")]
+    host = driver.reads[..., FIELDS.index("host")]
     assert host.any() == (num_staging < 2)
-    assert driver.reads[..., READS.index("staged")].any() == (num_staging > 0)
+    assert driver.reads[..., FIELDS.index("staged")].any() == (num_staging > 0)
 
 
 @meshes
@@ -379,7 +380,7 @@ def test_a_shared_page_is_staged_once(num_devices: int) -> None:
     positions = np.full((SEQUENCES, PREFILL_ROWS, K), -1, np.int32)
     positions[:2, :, :4] = np.arange(4)
     driver.run(1, [1, 0, 2], positions)
-    rows = driver.reads[..., READS.index("layer_rows_staged")]
+    rows = driver.reads[..., FIELDS.index("layer_rows_staged")]
     assert rows.tolist() == [[0] * num_devices, [12] * num_devices, [0] * num_devices]
     assert driver.reads[2].sum() == 0
 
@@ -398,6 +399,6 @@ def test_a_page_that_comes_back(num_devices: int) -> None:
             device_page_index=before.device_page_index,
             slab=driver.store.slab.at[:, [3]].set(before.slab[:, [3]]),
         )
-        count = driver.reads[0, :, READS.index(column)].copy()
+        count = driver.reads[0, :, FIELDS.index(column)].copy()
         driver.run(1, [0, -1, -1], positions)
-        assert (driver.reads[0, :, READS.index(column)] - count).sum() == 4
+        assert (driver.reads[0, :, FIELDS.index(column)] - count).sum() == 4
