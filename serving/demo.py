@@ -84,7 +84,7 @@ def _ask(engine: Engine, document: str, needle: dict[str, Any]) -> list[Sample]:
     prompt = chat.render([message], add_generation_prompt=True)
     params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
     request = engine.input_processor.read("demo", prompt, params)
-    num_tokens = len(request.continuations[0].token_ids)
+    num_tokens = len(request.sequences[0].token_ids)
     pages = engine.runner.geometry.pages_for(num_tokens)
     print()
     print(f"Prompt:    {num_tokens:,} tokens in {pages:,} pages; the device holds {_DEVICE_PAGES}")
@@ -113,7 +113,7 @@ def _ask(engine: Engine, document: str, needle: dict[str, Any]) -> list[Sample]:
 def _samples(engine: Engine, request: Request) -> Iterator[Sample]:
     """Runs a request; a sample after each step of the prompt, and each few of the answer."""
     engine.add(request)
-    cache, slot, prompt_tokens = engine.runner.cache, 0, len(request.continuations[0].token_ids)
+    cache, slot, prompt_tokens = engine.runner.cache, 0, len(request.sequences[0].token_ids)
     while engine.has_work:
         engine.step()
         if request.finished:

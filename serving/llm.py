@@ -327,7 +327,7 @@ class LLM:
         request = self._read("prompt", prompt, params, "raise")
         assert isinstance(request, Request)
         self._shared.export_prefix(request, Path(path))
-        return len(request.continuations[0].token_ids)
+        return len(request.sequences[0].token_ids)
 
     def import_prefix(self, path: str | Path) -> int:
         """Puts a file's rows into the cache; prompts that begin with its tokens continue from them.

@@ -8,7 +8,7 @@ from kvcache import KVCache, KVGeometry, SimulatedDevice
 from serving.engine.engine import Engine
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
-from serving.scheduler import Scheduler
+from serving.scheduler import Scheduler, Sequence
 
 
 class EngineServer:
@@ -73,21 +73,11 @@ class EngineServer:
         return self._engine.scheduler.counters.preempted
 
 
-@dataclasses.dataclass(eq=False)
-class _Turn:
-    """Turn as the scheduler sees it; the tokens of its answer are all the same."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Turn(Sequence):
+    """Turn of an agent; the tokens of its answer are all the agent's number."""
 
     agent: int
-    token_ids: list[int]
-    max_tokens: int
-    output_ids: list[int] = dataclasses.field(default_factory=list)
-    priority: int = 0
-    reuse_prefix: bool = True
-    cached_tokens: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return len(self.output_ids) == self.max_tokens
 
 
 class SimulatedServer:
@@ -104,7 +94,7 @@ class SimulatedServer:
         self.cache = KVCache(
             geometry, SimulatedDevice(geometry), max_step_rows=max_num_batched_tokens
         )
-        self._scheduler = Scheduler(
+        self._scheduler: Scheduler[_Turn] = Scheduler(
             self.cache,
             max_num_seqs=geometry.max_sequences,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -114,7 +104,7 @@ class SimulatedServer:
 
     def submit(self, agent: int, token_ids: list[int], output_tokens: int) -> None:
         """Queues a turn."""
-        self._scheduler.add(_Turn(agent, token_ids, output_tokens))
+        self._scheduler.add(_Turn(token_ids, output_tokens, agent=agent))
 
     def step(self) -> list[Answer]:
         """Runs a step, and returns the turns that ended with the one before."""

@@ -1,14 +1,14 @@
 """Simulated decode steps: the scheduler, and the bookkeeping and policy of a full cache."""
 
-import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 
 import numpy as np
 
 from kvcache import CacheCounters, EncodedTokens, KVCache, KVGeometry, SimulatedDevice
 from pallas_kernels.common.row_format import RowFormat
-from serving.scheduler import Schedulable, Scheduler, SequenceCache
+from serving.scheduler import Scheduler, Sequence, SequenceCache
 
 DEVICES = 8
 ROWS_PER_DEVICE = 64  # rows of a page
@@ -21,26 +21,19 @@ _SELECTIONS = 2048  # of a sequence, counted together
 _VOCABULARY = 256  # Python shares ints below it, which keeps the prompts small
 
 
-@dataclasses.dataclass(eq=False)
-class Conversation:
-    """Sequence as the scheduler sees it, which never stops by itself."""
-
-    token_ids: list[int]
-    max_tokens: int = 1 << 30
-    priority: int = 0
-    reuse_prefix: bool = True
-    finished: bool = False
-    output_ids: list[int] = dataclasses.field(default_factory=list)
+_ENDLESS = 1 << 30  # tokens of a sequence that never stops by itself
 
 
 class IdleCache(SequenceCache):
     """Cache that holds everything and does nothing."""
 
-    def open(self, slot: int, token_ids: Sequence[int], reserved_tokens: int, **_: object) -> int:
+    def open(
+        self, slot: int, token_ids: abc.Sequence[int], reserved_tokens: int, **_: object
+    ) -> int:
         """Returns all tokens but the last as found."""
         return len(token_ids) - 1
 
-    def num_cached(self, token_ids: Sequence[int]) -> int:
+    def num_cached(self, token_ids: abc.Sequence[int]) -> int:
         """Returns all tokens but the last."""
         return len(token_ids) - 1
 
@@ -52,7 +45,7 @@ class IdleCache(SequenceCache):
         """Does nothing."""
 
     def advance(
-        self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
+        self, slot: int, token_ids: abc.Sequence[int], *, prompt_complete: bool = False
     ) -> None:
         """Does nothing."""
 
@@ -89,7 +82,7 @@ class DecodeSteps:
         self, cache: KVCache[SimulatedDevice] | IdleCache, context: int, num_sequences: int
     ) -> None:
         self.cache = cache
-        self.scheduler = Scheduler(
+        self.scheduler: Scheduler[Sequence] = Scheduler(
             cache,
             max_num_seqs=num_sequences,
             max_num_batched_tokens=STEP_ROWS,
@@ -98,7 +91,7 @@ class DecodeSteps:
         self._rng = np.random.default_rng(0)
         self._num_steps = 0
         self._num_sequences = num_sequences
-        self._in_flight: list[Schedulable] = []
+        self._in_flight: list[Sequence] = []
         self._tokens = self._rng.integers(_VOCABULARY, size=context).tolist()
         if isinstance(cache, KVCache):
             num_fitting = cache.geometry.num_pages // cache.geometry.pages_for(context)
@@ -106,7 +99,7 @@ class DecodeSteps:
                 self.scheduler.finish(self._compute(number))
         self._running = [self._compute(number) for number in range(num_sequences)]
         for number in range(num_sequences):
-            self.scheduler.add(Conversation([number % _VOCABULARY] * 8))
+            self.scheduler.add(Sequence([number % _VOCABULARY] * 8, _ENDLESS))
         if isinstance(cache, KVCache):
             # All pages have been selected: a change of heat has the most to sort.
             heat = cache.device.heat
@@ -131,7 +124,7 @@ class DecodeSteps:
         self.scheduler.finish(sequence)
         ended = (time.thread_time() - start) * 1e3
         tokens = [*self._prompt(number), *sequence.output_ids, 0]
-        self._running[number] = Conversation(tokens, priority=1)
+        self._running[number] = Sequence(tokens, _ENDLESS, priority=1)
         encoded = EncodedTokens(tokens)
         encoded.encode_pages(ROWS_PER_DEVICE * DEVICES)  # as where a request is read
         self.scheduler.add(self._running[number], encoded)
@@ -154,9 +147,9 @@ class DecodeSteps:
             if scheduler.confirm(sequence, token):
                 sequence.output_ids.append(token)
 
-    def _compute(self, number: int) -> Conversation:
+    def _compute(self, number: int) -> Sequence:
         """Prefills a sequence while no other decodes."""
-        sequence = Conversation(self._prompt(number))
+        sequence = Sequence(self._prompt(number), _ENDLESS)
         self.scheduler.add(sequence)
         while sequence not in self._in_flight:
             self._step(0, decodes=False)

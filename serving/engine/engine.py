@@ -36,8 +36,9 @@ from serving.options.store_options import StoreOptions, max_step_rows, resolve_g
 from serving.requests.generation_config import GenerationConfig
 from serving.requests.input_processor import InputProcessor
 from serving.requests.outputs import TokenTexts
-from serving.requests.request import Continuation, Request
-from serving.scheduler import PrefillChunk, Schedulable, Scheduler, SequenceOutOfPagesError
+from serving.requests.request import Request
+from serving.requests.sequence import RequestSequence
+from serving.scheduler import PrefillChunk, Scheduler, Sequence, SequenceOutOfPagesError
 
 
 class Engine:
@@ -127,7 +128,7 @@ class Engine:
         self._compilations = CompileCounter()
 
     @property
-    def scheduler(self) -> Scheduler:
+    def scheduler(self) -> Scheduler[RequestSequence]:
         """Scheduler of the steps: another one after a step that failed."""
         return self._state.scheduler
 
@@ -237,13 +238,13 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         self.requests.add(request)
-        for sequence in request.continuations:
+        for sequence in request.sequences:
             self.scheduler.add(sequence, request.encoded)
         request.encoded = None  # The scheduler keeps it as long as the prompt is looked up.
 
     def _abort(self, request: Request, error: Exception | None = None) -> None:
         self.requests.end(request, error, step_failed=False)
-        self._state.close_sequences(request.continuations)
+        self._state.close_sequences(request.sequences)
 
     def _step(self) -> None:
         if not self.runner.usable:
@@ -260,7 +261,7 @@ class Engine:
         results, self._state.in_flight = self._state.in_flight, launched
         if not results and not launched and num_open == len(self.requests) > 0:
             raise RuntimeError(f"{num_open} sequences wait, and none of them can go on")
-        ended: list[Continuation] = []
+        ended: list[RequestSequence] = []
         try:
             for launch in results:
                 ended += self._accept(self._fetch(launch))
@@ -269,7 +270,7 @@ class Engine:
             # an error, which is none of those that are complete.
             self._state.close_sequences(ended)
 
-    def _next_prefill(self) -> PrefillChunk | None:
+    def _next_prefill(self) -> PrefillChunk[RequestSequence] | None:
         """The next chunk, ready to be launched; a request that cannot have its own fails."""
         while True:
             try:
@@ -279,7 +280,6 @@ class Engine:
                 continue
             if chunk is None:
                 return None
-            assert isinstance(chunk.sequence, Continuation)
             self.requests.start(chunk.sequence)
             try:
                 self.runner.prepare_prefill(chunk)
@@ -287,18 +287,12 @@ class Engine:
             except OutOfPagesError as error:
                 self._fail(chunk.sequence, error)
 
-    def _next_decode(self) -> dict[int, Continuation]:
+    def _next_decode(self) -> dict[int, RequestSequence]:
         while True:
             try:
-                batch = self.scheduler.next_decode()
+                return self.scheduler.next_decode()
             except SequenceOutOfPagesError as error:
                 self._fail(error.sequence, error)
-                continue
-            return {
-                slot: sequence
-                for slot, sequence in batch.items()
-                if isinstance(sequence, Continuation)
-            }
 
     def _fetch(self, launch: Launched) -> list[SequenceResult]:
         self._counters.stalls += not launch.is_ready
@@ -307,7 +301,7 @@ class Engine:
         self._counters.stalled_seconds += time.monotonic() - start
         return results
 
-    def _accept(self, results: list[SequenceResult]) -> list[Continuation]:
+    def _accept(self, results: list[SequenceResult]) -> list[RequestSequence]:
         """Hands results to their sequences; returns those that have ended."""
         now, ended = time.monotonic(), []
         with self.requests.output_lock:
@@ -325,7 +319,7 @@ class Engine:
                     ended.append(sequence)
         return ended
 
-    def _note_token(self, sequence: Continuation, now: float) -> None:
+    def _note_token(self, sequence: RequestSequence, now: float) -> None:
         request, counters = self.requests.owner(sequence), self._counters
         self.requests.note_grown(request)
         request.first_token = request.first_token or now
@@ -341,8 +335,7 @@ class Engine:
             counters.first_token_seconds += now - request.arrival
         sequence.last_token_at = now
 
-    def _fail(self, sequence: Schedulable, error: Exception) -> None:
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
         """Fails the request of a sequence, and nothing else."""
-        assert isinstance(sequence, Continuation)
         drop_tracebacks(error)
         self._abort(self.requests.owner(sequence), error)

@@ -14,12 +14,12 @@ class EngineCounters:
 
     Attributes:
         generated_tokens: output tokens.
-        finished: continuations that have ended, by reason; "error" for those that failed.
+        finished: sequences that have ended, by reason; "error" for those that failed.
         stalls: launches whose results were waited for.
         stalled_seconds: how long.
         first_tokens: requests that have had their first token.
         first_token_seconds: from their arrival to it, all together.
-        later_tokens: output tokens that came after another one of their continuation.
+        later_tokens: output tokens that came after another one of their sequence.
         later_token_seconds: from that one to them, all together.
     """
 
@@ -56,12 +56,12 @@ class LoopMetrics:
         generated_tokens: output tokens.
         cache: what the cache did: reads as of the last results, all else for sequences that have
             ended or been preempted.
-        finished: continuations that have ended, by reason; "error" for those that failed.
+        finished: sequences that have ended, by reason; "error" for those that failed.
         stalls: launches whose results were waited for.
         stalled_seconds: how long.
         first_tokens: requests that have had their first token.
         first_token_seconds: from their arrival to it, all together.
-        later_tokens: output tokens that came after another one of their continuation.
+        later_tokens: output tokens that came after another one of their sequence.
         later_token_seconds: from that one to them, all together.
         compilations: programs that jax has compiled, or read from its cache, since the engine was
             ready, for anybody.

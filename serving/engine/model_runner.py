@@ -28,8 +28,8 @@ from kvcache.reads import no_reads
 from serving.engine.buckets import Buckets, fit
 from serving.engine.compile_notice import compile_notice
 from serving.requests.outputs import TokenLogprobs, TokenTexts
-from serving.requests.request import Continuation
 from serving.requests.sampling_params import MAX_LOGPROBS
+from serving.requests.sequence import RequestSequence
 from serving.sampling.logprobs import TopLogprobs, top_logprobs
 from serving.sampling.sampler import Sampler
 from serving.sampling.state import SamplingState
@@ -52,7 +52,7 @@ class SequenceResult:
         reads: what the launch has read for it; see `KVCache.read_counters`.
     """
 
-    sequence: Continuation
+    sequence: RequestSequence
     token: int | None
     logprobs: TokenLogprobs | None
     reads: Int64[np.ndarray, " reads"]
@@ -90,7 +90,7 @@ class Launched:
         prompt_scores: of the prompt's tokens, if asked for.
     """
 
-    sequences: list[Continuation]
+    sequences: list[RequestSequence]
     slots: np.ndarray
     tokens: jax.Array
     reads: jax.Array | None
@@ -233,22 +233,22 @@ class ModelRunner:
         )
         self._whole = True
 
-    def prepare_prefill(self, chunk: PrefillChunk) -> None:
+    def prepare_prefill(self, chunk: PrefillChunk[RequestSequence]) -> None:
         """Readies slot and pages for a chunk, just before its launch.
 
         Raises:
             OutOfPagesError: its pages find no place. Other sequences are as they were.
         """
-        sequence = _continuation(chunk)
+        sequence = chunk.sequence
         if chunk.is_first and sequence.sampling is not None:
             self._sampling = self._sampler.assign(
                 self._sampling, chunk.slot, sequence.sampling, sequence.output_ids
             )
         self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
 
-    def launch_prefill(self, chunk: PrefillChunk) -> Launched:
+    def launch_prefill(self, chunk: PrefillChunk[RequestSequence]) -> Launched:
         """Appends a chunk, which is prepared, to its sequence; the last one chooses a token."""
-        sequence, slot = _continuation(chunk), chunk.slot
+        sequence, slot = chunk.sequence, chunk.slot
         slots = np.array([slot], np.int32)
         rows = fit(self.buckets.rows, len(chunk.token_ids))
         token_ids = np.zeros((1, rows), np.int32)
@@ -267,7 +267,7 @@ class ModelRunner:
             )
         return dataclasses.replace(launched, start=chunk.start, prompt_scores=scores)
 
-    def launch_decode(self, batch: Mapping[int, Continuation]) -> Launched:
+    def launch_decode(self, batch: Mapping[int, RequestSequence]) -> Launched:
         """Appends the last chosen token of the sequence in each slot, and chooses the next ones."""
         slots = _padding_slots(fit(self.buckets.sequences, len(batch)))
         slots[: len(batch)] = list(batch)
@@ -336,7 +336,7 @@ class ModelRunner:
 
     def _choose(
         self,
-        sequences: list[Continuation],
+        sequences: list[RequestSequence],
         slots: np.ndarray,
         output: StepOutput,
     ) -> Launched:
@@ -365,7 +365,7 @@ class ModelRunner:
             return self.cache.device.run(sample)
 
     def _score_prompt(
-        self, sequence: Continuation, chunk: PrefillChunk, hidden: jax.Array
+        self, sequence: RequestSequence, chunk: PrefillChunk[RequestSequence], hidden: jax.Array
     ) -> tuple[_Scores, ...]:
         """Log-probabilities of the tokens after each row of a chunk."""
         first, last = chunk.start + 1, chunk.start + len(chunk.token_ids) + 1
@@ -436,11 +436,6 @@ def _start_transfers(launched: Launched) -> Launched:
     if launched.reads is not None:
         launched.reads.copy_to_host_async()
     return launched
-
-
-def _continuation(chunk: PrefillChunk) -> Continuation:
-    assert isinstance(chunk.sequence, Continuation)
-    return chunk.sequence
 
 
 @partial(jax.jit, static_argnums=2)

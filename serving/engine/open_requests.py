@@ -4,7 +4,9 @@ import threading
 import time
 
 from serving.engine.metrics import EngineCounters
-from serving.requests.request import Continuation, Request
+from serving.requests.request import Request
+from serving.requests.sequence import RequestSequence
+from serving.scheduler import Sequence
 
 
 class OpenRequests:
@@ -22,8 +24,8 @@ class OpenRequests:
 
     def __init__(self, counters: EngineCounters) -> None:
         self._counters = counters
-        self._owners: dict[Continuation, Request] = {}  # in the order in which they came
-        self._started: set[Continuation] = set()
+        self._owners: dict[Sequence, Request] = {}  # in the order in which they came
+        self._started: set[RequestSequence] = set()
         self._grown: dict[Request, None] = {}
         # A signal handler may read an output while its thread changes one.
         self.output_lock = threading.RLock()
@@ -44,19 +46,20 @@ class OpenRequests:
         return list(dict.fromkeys(started))
 
     @property
-    def sequences(self) -> list[Continuation]:
+    def sequences(self) -> list[RequestSequence]:
         """All sequences, in the order in which they came."""
-        return list(self._owners)
+        parts = (part for request in self.requests for part in request.sequences)
+        return [part for part in parts if part in self._owners]
 
     def add(self, request: Request) -> None:
         """Takes a request."""
-        self._owners.update(dict.fromkeys(request.continuations, request))
+        self._owners.update(dict.fromkeys(request.sequences, request))
 
-    def owner(self, sequence: Continuation) -> Request:
+    def owner(self, sequence: Sequence) -> Request:
         """The request of a sequence that has not ended."""
         return self._owners[sequence]
 
-    def start(self, sequence: Continuation) -> None:
+    def start(self, sequence: RequestSequence) -> None:
         """Notes that a sequence is about to have rows on the device."""
         self._started.add(sequence)
         request = self._owners[sequence]
@@ -76,7 +79,7 @@ class OpenRequests:
         with self.output_lock:
             request.end(error, step_failed=step_failed)
 
-    def remove(self, sequence: Continuation) -> bool:
+    def remove(self, sequence: RequestSequence) -> bool:
         """Takes out a sequence that has ended; whether it was here."""
         request = self._owners.pop(sequence, None)
         if request is None:

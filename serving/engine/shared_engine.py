@@ -130,7 +130,7 @@ class SharedEngine:
             while not request.finished:
                 self.engine.step()
             _raise_failure(request, "raise")
-            self.engine.export_prefix(request.continuations[0].token_ids, path)
+            self.engine.export_prefix(request.sequences[0].token_ids, path)
 
         self.run(export)
 
@@ -195,7 +195,7 @@ def _outputs(
 
 def _note_interruption(request: Request) -> None:
     """Fails a request that an interruption of another call has ended."""
-    if any(part.finish_reason == "abort" for part in request.continuations):
+    if any(part.finish_reason == "abort" for part in request.sequences):
         request.error = request.error or RuntimeError(
             "a step was interrupted in another call, and the rows of this request are lost: submit "
             "it again"

@@ -9,7 +9,8 @@ from serving.engine.metrics import EngineCounters
 from serving.engine.model_runner import Launched, ModelRunner
 from serving.engine.open_requests import OpenRequests
 from serving.errors import describe_error, drop_tracebacks
-from serving.requests.request import Continuation, Request
+from serving.requests.request import Request
+from serving.requests.sequence import RequestSequence
 from serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class EngineState:
         self.in_flight = []
         self.runner.delete()
 
-    def close_sequences(self, sequences: Iterable[Continuation]) -> None:
+    def close_sequences(self, sequences: Iterable[RequestSequence]) -> None:
         """Gives back what ended sequences held, once."""
         for sequence in sequences:
             if self.requests.remove(sequence) and sequence in self.scheduler:
@@ -138,7 +139,7 @@ class EngineState:
         """Ends requests whose rows are lost, and leaves scheduler and cache alone."""
         for request in requests:
             self.requests.end(request, error, step_failed=error is not None)
-            for sequence in request.continuations:
+            for sequence in request.sequences:
                 self.requests.remove(sequence)
 
     def _renew_scheduler(self) -> None:
@@ -153,7 +154,7 @@ class EngineState:
             else:
                 self.scheduler.add(sequence)
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self) -> Scheduler[RequestSequence]:
         return Scheduler(
             self.runner.cache,
             max_num_seqs=self.runner.geometry.max_sequences,

@@ -14,7 +14,7 @@ from serving.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 ErrorCode = Literal["invalid_request", "model_not_found"]
 
 MAX_CHOICES = 128
-"""Most continuations of a prompt, `n`."""
+"""Most sequences of a prompt, `n`."""
 
 _LEAST_LOGPROB = -9999.0  # In place of -inf, which JSON does not have; vLLM's value.
 
@@ -181,7 +181,7 @@ def read_prompt_logprobs(fields: Mapping[str, Any]) -> int | None:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    """Tokens of prompts, each counted once, and of their continuations."""
+    """Tokens of prompts, each counted once, and of their outputs."""
     read = sum(len(output.prompt_token_ids) for output in outputs)
     written = sum(len(part.token_ids) for output in outputs for part in output.outputs)
     return {

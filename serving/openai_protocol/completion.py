@@ -100,7 +100,7 @@ class CompletionResponder:
 
     Attributes:
         model: the name that the request gave the model.
-        echo: put the prompt before each continuation.
+        echo: put the prompt before each output.
         with_logprobs: give log-probabilities.
         skip_special_tokens: whether special tokens are left out of the output's text.
     """
@@ -159,9 +159,9 @@ class CompletionResponder:
 
         Args:
             output: the prompt's output.
-            part: one continuation.
+            part: one output.
             tokenizer: the model's.
-            start: where the continuation starts in the choice's text.
+            start: where the output starts in the choice's text.
             end: where it ends.
         """
         token_ids: list[int] = []

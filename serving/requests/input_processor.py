@@ -14,8 +14,9 @@ from kvcache import EncodedTokens
 from serving.options.plain_values import plain_value
 from serving.requests.generation_config import GenerationConfig
 from serving.requests.output_text import OutputText
-from serving.requests.request import Continuation, Request
+from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
+from serving.requests.sequence import RequestSequence
 from serving.sampling.state import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -125,7 +126,7 @@ class InputProcessor:
         # Without output a token is sampled all the same.
         num_sampled = max(max_tokens, 1)
         parts = [
-            self._continuation(token_ids, params, sampling, number, num_sampled, priority)
+            self._sequence(token_ids, params, sampling, number, num_sampled, priority)
             for number in range(params.n)
         ]
         encoded = None
@@ -233,7 +234,7 @@ class InputProcessor:
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         return eos | frozenset(params.stop_token_ids or ())
 
-    def _continuation(
+    def _sequence(
         self,
         token_ids: list[int],
         params: SamplingParams,
@@ -241,7 +242,7 @@ class InputProcessor:
         number: int,
         max_tokens: int,
         priority: int,
-    ) -> Continuation:
+    ) -> RequestSequence:
         text = None
         if self.tokenizer is not None and params.detokenize:
             text = OutputText(
@@ -253,20 +254,20 @@ class InputProcessor:
             )
         if sampling is not None:
             sampling = dataclasses.replace(sampling, seed=_seed(params, number))
-        return Continuation(
-            token_ids,
-            # The first continuation carries the prompt, for all.
-            params if number == 0 else dataclasses.replace(params, prompt_logprobs=None),
-            max_tokens,
-            self._stop_ids(params),
-            sampling,
-            text,
-            priority,
-            self.enable_prefix_caching,
+        return RequestSequence(
+            token_ids=token_ids,
+            # The first sequence carries the prompt, for all.
+            params=params if number == 0 else dataclasses.replace(params, prompt_logprobs=None),
+            max_tokens=max_tokens,
+            stop_ids=self._stop_ids(params),
+            sampling=sampling,
+            text=text,
+            priority=priority,
+            cacheable=self.enable_prefix_caching,
         )
 
     def _sampling(self, token_ids: list[int], params: SamplingParams) -> SlotSampling | None:
-        """Sampler's part of the parameters, without the seed of each continuation."""
+        """Sampler's part of the parameters, without the seed of each sequence."""
         plain = all(getattr(params, name) == off for name, off in _BEYOND_GREEDY.items())
         listed = params.logit_bias or params.allowed_token_ids or params.bad_words
         if params.temperature == 0 and plain and not listed:
@@ -405,7 +406,7 @@ def _kind_of_prompts(entry: object) -> str | None:
 
 
 def _seed(params: SamplingParams, number: int) -> int:
-    """The seed of one of several continuations, 64 bits."""
+    """The seed of one of several sequences, 64 bits."""
     if params.seed is None:
         return secrets.randbits(64)
     return (params.seed + number) % (1 << 64)

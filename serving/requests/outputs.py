@@ -131,7 +131,7 @@ class CompletionOutput:
     """A continuation of a prompt.
 
     Attributes:
-        index: its number among the request's continuations.
+        index: its number among the request's sequences.
         text: decoded text without what stopped it; empty if the model has no tokenizer.
         token_ids: generated ids, with the one that stopped it.
         cumulative_logprob: sum of their log-probabilities, if `logprobs` were asked for.
@@ -158,9 +158,9 @@ class RequestMetrics:
 
     Attributes:
         arrival_time: when it came.
-        time_in_queue: seconds until its first continuation started, or None before.
+        time_in_queue: seconds until its first sequence started, or None before.
         first_token_time: when its first token was known, or None before.
-        finished_time: when its last continuation ended, or None before.
+        finished_time: when its last sequence ended, or None before.
     """
 
     arrival_time: float
@@ -179,10 +179,10 @@ class RequestOutput:
         prompt_token_ids: its ids; none with `error`.
         prompt_logprobs: None, or for each prompt token what `SamplingParams.prompt_logprobs` asked
             for; None for the first token, which nothing precedes.
-        outputs: continuations.
+        outputs: one for each sequence.
         finished: nothing will be added.
         error: why the request was refused or failed, with no outputs then; else None.
-        cache_counters: what the cache did for the continuations that are done.
+        cache_counters: what the cache did for the sequences that are done.
         metrics: its times, or None with `error`.
     """
 
@@ -206,12 +206,12 @@ class RequestOutput:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated, by all continuations."""
+        """Tokens generated, by all sequences."""
         return sum(len(part.token_ids) for part in self.outputs)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the cache, over all continuations."""
+        """Prompt tokens found in the cache, over all sequences."""
         return self.cache_counters.cached_tokens
 
 

@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20
 """Most `logprobs` of a token, short of the whole vocabulary (-1)."""
 
 MAX_CONTINUATIONS = 1 << 14
-"""Most continuations of a prompt, `n`."""
+"""Most sequences of a prompt, `n`."""
 
 # Taken where neither the caller nor the model says anything.
 _DEFAULTS = {
@@ -46,7 +46,7 @@ class SamplingParams:
         frequency_penalty: subtracted once for each time that the output holds the token.
         seed: makes the output repeatable, alone or in any batch; None and -1 are a new one each
             time.
-        n: how many continuations; the i-th, from 0, has seed `seed + i`, modulo 2**64.
+        n: how many sequences; the i-th, from 0, has seed `seed + i`, modulo 2**64.
         stop: texts that end the output, which is cut before them.
         stop_token_ids: ids that end the output, besides the model's end-of-sequence ids.
         include_stop_str_in_output: leave the stop text, or the stop token's text, in the text.

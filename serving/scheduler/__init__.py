@@ -3,14 +3,14 @@ preempted."""
 
 from serving.scheduler.counters import SchedulerCounters
 from serving.scheduler.scheduler import PrefillChunk, Scheduler, SequenceOutOfPagesError
-from serving.scheduler.sequence import Schedulable
+from serving.scheduler.sequence import Sequence
 from serving.scheduler.sequence_cache import SequenceCache
 
 __all__ = [
     "PrefillChunk",
-    "Schedulable",
     "Scheduler",
     "SchedulerCounters",
+    "Sequence",
     "SequenceCache",
     "SequenceOutOfPagesError",
 ]

@@ -2,13 +2,13 @@
 
 import heapq
 
-from serving.scheduler.sequence import ScheduledSequence
+from serving.scheduler.sequence import Sequence
 
 Order = tuple[int, int, float, int]
-Entry = tuple[Order, int, ScheduledSequence]  # the second, a ticket, makes entries distinct
+type Entry[SequenceT] = tuple[Order, int, SequenceT]  # a ticket, second, makes entries distinct
 
 
-class PrefillQueue:
+class PrefillQueue[SequenceT: Sequence]:
     """Sequences with tokens to compute before they decode, best first.
 
     Higher priority goes first; then those that have been preempted, the one opened first leading;
@@ -24,43 +24,43 @@ class PrefillQueue:
 
     def __init__(self, age_weight: float) -> None:
         self._age_weight = age_weight
-        self._heap: list[Entry] = []
-        self._entries: dict[ScheduledSequence, Entry] = {}
+        self._heap: list[Entry[SequenceT]] = []
+        self._entries: dict[SequenceT, Entry[SequenceT]] = {}
         self._next_ticket = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
-    def records(self) -> list[ScheduledSequence]:
+    def sequences(self) -> list[SequenceT]:
         """All, in no particular order."""
         return list(self._entries)
 
-    def __contains__(self, record: ScheduledSequence) -> bool:
-        return record in self._entries
+    def __contains__(self, sequence: SequenceT) -> bool:
+        return sequence in self._entries
 
-    def order(self, record: ScheduledSequence) -> Order:
+    def order(self, sequence: SequenceT) -> Order:
         """A sequence's place, lower first; no two have the same."""
-        key = record.remaining + self._age_weight * record.launched_before
-        if record.was_preempted:
-            assert record.opened is not None, "a sequence that has never run was preempted"
-            key = float(record.opened)
-        return -record.sequence.priority, int(not record.was_preempted), key, record.number
+        key = sequence.remaining + self._age_weight * sequence.launched_before
+        if sequence.was_preempted:
+            assert sequence.opened is not None, "a sequence that has never run was preempted"
+            key = float(sequence.opened)
+        return -sequence.priority, int(not sequence.was_preempted), key, sequence.number
 
-    def push(self, record: ScheduledSequence) -> None:
+    def push(self, sequence: SequenceT) -> None:
         """Adds a sequence, or gives it its new place."""
-        entry = self.order(record), self._next_ticket, record
+        entry = self.order(sequence), self._next_ticket, sequence
         self._next_ticket += 1
-        self._entries[record] = entry
+        self._entries[sequence] = entry
         heapq.heappush(self._heap, entry)
         self._shrink()
 
-    def discard(self, record: ScheduledSequence) -> None:
+    def discard(self, sequence: SequenceT) -> None:
         """Removes a sequence, if it is here."""
-        if self._entries.pop(record, None) is not None:
+        if self._entries.pop(sequence, None) is not None:
             self._shrink()
 
-    def first(self) -> ScheduledSequence | None:
+    def first(self) -> SequenceT | None:
         """The best one, which stays."""
         while self._heap:
             entry = self._heap[0]
@@ -77,8 +77,8 @@ class PrefillQueue:
         """
         valid = [entry for entry in self._heap if self._entries.get(entry[2]) is entry]
         assert len(valid) == len(self._entries), "sequences lost or doubled"
-        for record, (order, _, _) in self._entries.items():
-            assert order == self.order(record), f"sequence {record.number} has another's place"
+        for sequence, (order, _, _) in self._entries.items():
+            assert order == self.order(sequence), f"sequence {sequence.number} has another's place"
 
     def _shrink(self) -> None:
         """Forgets old places once they are the most, so that nothing is kept that has ended."""

@@ -13,9 +13,9 @@ from kvcache.counters import CacheCounters
 from kvcache.page_pool import OutOfPagesError
 from kvcache.prefix.tree import EncodedTokens
 from serving.scheduler.counters import SchedulerCounters
-from serving.scheduler.integrity import check_record
+from serving.scheduler.integrity import check_sequence
 from serving.scheduler.prefill_queue import PrefillQueue
-from serving.scheduler.sequence import Phase, Schedulable, ScheduledSequence
+from serving.scheduler.sequence import Phase, Sequence
 from serving.scheduler.sequence_cache import SequenceCache
 from serving.scheduler.slots import Slots
 from serving.scheduler.waiting_queue import WaitingQueue
@@ -30,7 +30,7 @@ class SequenceOutOfPagesError(OutOfPagesError):
         sequence: which.
     """
 
-    def __init__(self, sequence: Schedulable, num_tokens: int, reason: str) -> None:
+    def __init__(self, sequence: Sequence, num_tokens: int, reason: str) -> None:
         super().__init__(
             f"a sequence of {num_tokens} tokens does not fit even alone ({reason}): raise "
             "device_pages or host_memory_gib"
@@ -39,7 +39,7 @@ class SequenceOutOfPagesError(OutOfPagesError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PrefillChunk[SequenceT: Sequence]:
     """A piece of a prompt, or of what a preempted sequence had, to be launched.
 
     Attributes:
@@ -48,10 +48,10 @@ class PrefillChunk:
         start: position of the first token.
         token_ids: the tokens.
         is_first: nothing has been launched for the sequence since it got this slot.
-        is_last: the launch chooses the next token.
+        is_last: the launch samples the next token.
     """
 
-    sequence: Schedulable
+    sequence: SequenceT
     slot: int
     start: int
     token_ids: list[int]
@@ -59,7 +59,7 @@ class PrefillChunk:
     is_last: bool
 
 
-class Scheduler:
+class Scheduler[SequenceT: Sequence]:
     """Decides who starts, whose prompt goes on, who decodes, and who is preempted.
 
     Prompts are computed in the order of `PrefillQueue`, those that have begun and those that have
@@ -110,12 +110,12 @@ class Scheduler:
         self._budget = self._max_num_batched_tokens = max_num_batched_tokens
         self._max_chunk_tokens = min(max_step_rows, max_num_batched_tokens)
         self._chunk_rows = chunk_rows
-        self._records: dict[Schedulable, ScheduledSequence] = {}
-        self._waiting = WaitingQueue(age_weight)
-        self._prefilling = PrefillQueue(age_weight)
-        self._slots = Slots(max_num_seqs)
+        self._sequences: dict[SequenceT, None] = {}  # in the order in which they came
+        self._waiting = WaitingQueue[SequenceT](age_weight)
+        self._prefilling = PrefillQueue[SequenceT](age_weight)
+        self._slots = Slots[SequenceT](max_num_seqs)
         self._num_added = self._num_opened = 0
-        self._chosen_now: list[int] = []  # slots whose last chunk is of this step
+        self._sampled_now: list[int] = []  # slots whose last chunk is of this step
 
     @property
     def num_running(self) -> int:
@@ -133,20 +133,20 @@ class Scheduler:
         return self._waiting.num_preempted
 
     @property
-    def running(self) -> dict[int, Schedulable]:
+    def running(self) -> dict[int, SequenceT]:
         """The sequences that have slots, by slot."""
-        return {slot: record.sequence for slot, record in self._slots.taken.items()}
+        return dict(self._slots.taken)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._sequences)
 
-    def __contains__(self, sequence: Schedulable) -> bool:
-        return sequence in self._records
+    def __contains__(self, sequence: SequenceT) -> bool:
+        return sequence in self._sequences
 
-    def __iter__(self) -> Iterator[Schedulable]:
-        return iter(list(self._records))
+    def __iter__(self) -> Iterator[SequenceT]:
+        return iter(list(self._sequences))
 
-    def add(self, sequence: Schedulable, encoded: EncodedTokens | None = None) -> None:
+    def add(self, sequence: SequenceT, encoded: EncodedTokens | None = None) -> None:
         """Queues a sequence.
 
         Args:
@@ -156,7 +156,7 @@ class Scheduler:
         Raises:
             ValueError: it is here already, is finished, or has no prompt or nothing to generate.
         """
-        if sequence in self._records or sequence.finished:
+        if sequence in self._sequences or sequence.finished:
             raise ValueError("a sequence is added once, before it is finished")
         num_prompt, num_output = len(sequence.token_ids), len(sequence.output_ids)
         if not num_prompt or num_output >= sequence.max_tokens:
@@ -164,27 +164,19 @@ class Scheduler:
                 f"{num_prompt} token_ids, {num_output} output_ids and max_tokens "
                 f"{sequence.max_tokens}: there is nothing to compute"
             )
-        record = ScheduledSequence(
-            sequence,
-            number=self._num_added,
-            launched_before=self.counters.prompt_tokens,
-            remaining=num_prompt + num_output,
-            num_tokens=num_prompt + num_output,
-            num_left=sequence.max_tokens - num_output,
-            tokens=None if num_output else encoded,
-        )
+        sequence.enter(self._num_added, self.counters.prompt_tokens, encoded)
         self._num_added += 1
-        self._records[sequence] = record
-        self._waiting.add(record)
+        self._sequences[sequence] = None
+        self._waiting.add(sequence)
 
     def start_step(self) -> None:
         """Begins a step: there may be chunks again."""
         self.counters.steps += 1
         self._budget = self._max_num_batched_tokens
-        self._chosen_now.clear()
+        self._sampled_now.clear()
         self._waiting.look_up(self._cache.num_cached, self._prefilling.first())
 
-    def next_prefill(self) -> PrefillChunk | None:
+    def next_prefill(self) -> PrefillChunk[SequenceT] | None:
         """The next chunk, or None if this step has no more.
 
         Opens the sequence if it has no slot. Until `advance` is called, the answer is the same.
@@ -193,44 +185,44 @@ class Scheduler:
             SequenceOutOfPagesError: the sequence whose turn it is does not fit, and nothing runs.
         """
         self._open_next()
-        while (record := self._prefilling.first()) is not None:
-            count = self._chunk_tokens(record.remaining)
+        while (sequence := self._prefilling.first()) is not None:
+            count = self._chunk_tokens(sequence.remaining)
             if count > self._budget:
                 return None
-            assert record.slot is not None and record.tokens is not None
-            if self._cache.can_prepare({record.slot: count}):
+            assert sequence.slot is not None and sequence.encoded is not None
+            if self._cache.can_prepare({sequence.slot: count}):
                 return PrefillChunk(
-                    record.sequence,
-                    record.slot,
-                    record.num_rows,
-                    list(record.tokens[record.num_rows : record.num_rows + count]),
-                    is_first=not record.started,
-                    is_last=count == record.remaining,
+                    sequence,
+                    sequence.slot,
+                    sequence.num_rows,
+                    list(sequence.encoded[sequence.num_rows : sequence.num_rows + count]),
+                    is_first=not sequence.prefill_begun,
+                    is_last=count == sequence.remaining,
                 )
-            self._make_room(record)
+            self._make_room(sequence)
         return None
 
-    def advance(self, chunk: PrefillChunk) -> None:
+    def advance(self, chunk: PrefillChunk[SequenceT]) -> None:
         """Notes that a chunk has been launched."""
-        record, count = self._records[chunk.sequence], len(chunk.token_ids)
+        sequence, count = chunk.sequence, len(chunk.token_ids)
         self._cache.advance(chunk.slot, chunk.token_ids, prompt_complete=chunk.is_last)
         self._budget -= count
         self.counters.chunks += 1
         self.counters.prompt_tokens += count
-        record.started = True
-        record.remaining -= count
+        sequence.prefill_begun = True
+        sequence.remaining -= count
         if not chunk.is_last:
-            self._prefilling.push(record)
+            self._prefilling.push(sequence)
             return
-        self._prefilling.discard(record)
-        record.tokens = None
-        record.in_flight += 1
-        record.num_left -= 1
-        self._slots.chosen(record)
-        self._chosen_now.append(chunk.slot)
-        self._waiting.prompt_computed(record)
+        self._prefilling.discard(sequence)
+        sequence.encoded = None
+        sequence.in_flight += 1
+        sequence.num_left -= 1
+        self._slots.sampled(sequence)
+        self._sampled_now.append(chunk.slot)
+        self._waiting.prompt_computed(sequence)
 
-    def next_decode(self) -> dict[int, Schedulable]:
+    def next_decode(self) -> dict[int, SequenceT]:
         """By slot, the sequences that take one more token in this step.
 
         That is everything whose tokens are launched, but for those whose last chunk is of this
@@ -242,26 +234,25 @@ class Scheduler:
         while True:
             batch = self._slots.decoding.copy()
             # Their first token is known at the end of the next step, in time for the cache.
-            for slot in self._chosen_now:
+            for slot in self._sampled_now:
                 batch.pop(slot, None)
             if not batch or self._cache.can_prepare(dict.fromkeys(batch, 1)):
                 return batch
             self._make_room(self._slots.taken[next(iter(batch))])
 
-    def launched_decode(self, batch: Mapping[int, Schedulable]) -> None:
+    def launched_decode(self, batch: Mapping[int, SequenceT]) -> None:
         """Notes that a decode step has been launched."""
         self.counters.decoded_tokens += len(batch)
         for slot, sequence in batch.items():
-            record = self._records[sequence]
-            if not record.in_flight:
+            if not sequence.in_flight:
                 # Known already, as by an owner that waits for every result.
                 self._cache.advance(slot, sequence.output_ids[-1:])
-            record.in_flight += 1
-            record.num_left -= 1
-            if not record.num_left:
-                self._slots.chosen(record)
+            sequence.in_flight += 1
+            sequence.num_left -= 1
+            if not sequence.num_left:
+                self._slots.sampled(sequence)
 
-    def confirm(self, sequence: Schedulable, token: int) -> bool:
+    def confirm(self, sequence: SequenceT, token: int) -> bool:
         """Notes the result of a launch, in the order of launches.
 
         Returns:
@@ -270,33 +261,32 @@ class Scheduler:
         Raises:
             ValueError: nothing is in flight for this sequence.
         """
-        record = self._records.get(sequence)
-        if record is None:
+        if sequence not in self._sequences:
             self.counters.dropped_results += 1
             return False
-        if not record.in_flight:
-            raise ValueError(f"a result of sequence {record.number}, of which nothing is launched")
-        record.in_flight -= 1
-        record.num_tokens += 1
-        if record.in_flight and record.slot is not None:
+        if not sequence.in_flight:
+            raise ValueError(f"nothing is launched of sequence {sequence.number}")
+        sequence.in_flight -= 1
+        sequence.num_tokens += 1
+        if sequence.in_flight and sequence.slot is not None:
             # Its row has been launched with the choice of the next.
-            self._cache.advance(record.slot, [token])
+            self._cache.advance(sequence.slot, [token])
         return True
 
-    def finish(self, sequence: Schedulable) -> CacheCounters:
+    def finish(self, sequence: SequenceT) -> CacheCounters:
         """Ends a sequence, wherever it stands; what the cache did for it, what it found of its own
         rows after it was preempted not counted.
 
         Raises:
             ValueError: it is not here.
         """
-        record = self._records.pop(sequence, None)
-        if record is None:
+        if sequence not in self._sequences:
             raise ValueError("a sequence that is not here cannot be finished")
-        if record.slot is not None:
-            self._close(record)
-        self._waiting.ended(record)
-        return record.counters
+        del self._sequences[sequence]
+        if sequence.slot is not None:
+            self._close(sequence)
+        self._waiting.ended(sequence)
+        return sequence.counters
 
     def check_integrity(self) -> None:
         """Proves that every sequence is in one place, and every count right.
@@ -304,24 +294,28 @@ class Scheduler:
         Raises:
             AssertionError: naming what is not.
         """
-        records = list(self._records.values())
-        self._waiting.check_integrity(records)
+        sequences = list(self._sequences)
+        self._waiting.check_integrity(sequences)
         self._slots.check_integrity()
         self._prefilling.check_integrity()
-        prefilling = {record for record in records if record.phase is Phase.PREFILLING}
-        assert set(self._prefilling.records) == prefilling, "prefilling sequences lost"
-        running = sum(record.slot is not None for record in records)
+        prefilling = {sequence for sequence in sequences if sequence.phase is Phase.PREFILLING}
+        assert set(self._prefilling.sequences) == prefilling, "prefilling sequences lost"
+        running = sum(sequence.slot is not None for sequence in sequences)
         assert running == len(self._slots), f"{running} sequences in {len(self._slots)} slots"
-        for record in records:
-            check_record(record, self._cache)
+        for sequence in sequences:
+            check_sequence(sequence, self._cache)
         assert 0 <= self._budget <= self._max_num_batched_tokens, f"{self._budget} tokens left"
 
     def _open_next(self) -> None:
         """Opens the best sequence without a slot, if it is its turn, and there is room for it."""
-        slot, record = self._slots.next_free, self._waiting.next_to_open(self._prefilling.first())
-        if slot is None or record is None or self._chunk_tokens(record.remaining) > self._budget:
+        slot, sequence = self._slots.next_free, self._waiting.next_to_open(self._prefilling.first())
+        if (
+            slot is None
+            or sequence is None
+            or self._chunk_tokens(sequence.remaining) > self._budget
+        ):
             return
-        sequence, tokens = record.sequence, record.known_tokens()
+        tokens = sequence.encode()
         max_rows = len(sequence.token_ids) + sequence.max_tokens - 1
         try:
             cached = self._cache.open(
@@ -336,48 +330,48 @@ class Scheduler:
             if not len(self._slots):
                 raise SequenceOutOfPagesError(sequence, len(tokens), str(error)) from error
             self.counters.refused += 1
-            self._waiting.refuse(record, error.missing)
+            self._waiting.refuse(sequence, error.missing)
             return
-        self._waiting.opened(record)
-        self._slots.take(record)
-        if record.opened is None:
-            record.opened, self._num_opened = self._num_opened, self._num_opened + 1
-        record.phase = Phase.PREFILLING
-        record.started = False
-        record.remaining = len(tokens) - cached
-        self._prefilling.push(record)
+        self._waiting.opened(sequence)
+        self._slots.take(sequence)
+        if sequence.opened is None:
+            sequence.opened, self._num_opened = self._num_opened, self._num_opened + 1
+        sequence.phase = Phase.PREFILLING
+        sequence.prefill_begun = False
+        sequence.remaining = len(tokens) - cached
+        self._prefilling.push(sequence)
         self.counters.opened += 1
         self.counters.cached_tokens += cached
 
-    def _close(self, record: ScheduledSequence, *, preempted: bool = False) -> None:
+    def _close(self, sequence: SequenceT, *, preempted: bool = False) -> None:
         """Takes a sequence's slot away; its rows stay cached while there is room."""
-        assert record.slot is not None, "closed without a slot"
-        freed = self._cache.reserved_pages(record.slot)
-        counters = self._cache.close(record.slot, preempted=preempted)
-        if record.was_preempted:  # It found its own rows again.
+        assert sequence.slot is not None, "closed without a slot"
+        freed = self._cache.reserved_pages(sequence.slot)
+        counters = self._cache.close(sequence.slot, preempted=preempted)
+        if sequence.was_preempted:  # It found its own rows again.
             counters = dataclasses.replace(counters, cached_tokens=0)
-        record.counters += counters
-        self._slots.give_back(record)
-        self._prefilling.discard(record)
-        record.tokens = None
+        sequence.counters += counters
+        self._slots.give_back(sequence)
+        self._prefilling.discard(sequence)
+        sequence.encoded = None
         self._waiting.pages_freed(freed, idle=not len(self._slots))
 
-    def _make_room(self, needy: ScheduledSequence) -> None:
+    def _make_room(self, needy: SequenceT) -> None:
         """Takes slots away: of all that need no more rows, or else of the youngest sequence.
 
         Raises:
             SequenceOutOfPagesError: there is none but the one in need.
         """
         draining = list(self._slots.draining.values())
-        for record in draining:
-            self._close(record)
+        for sequence in draining:
+            self._close(sequence)
         if draining:
             return
-        record = self._slots.youngest()
-        if record is None:
-            raise SequenceOutOfPagesError(needy.sequence, needy.num_rows + 1, "one more row")
-        self._close(record, preempted=True)
-        self._waiting.preempt(record)
+        sequence = self._slots.youngest()
+        if sequence is None:
+            raise SequenceOutOfPagesError(needy, needy.num_rows + 1, "one more row")
+        self._close(sequence, preempted=True)
+        self._waiting.preempt(sequence)
         self.counters.preempted += 1
 
     def _chunk_tokens(self, remaining: int) -> int:

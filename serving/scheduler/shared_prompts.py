@@ -5,7 +5,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from serving.scheduler.sequence import ScheduledSequence
+from serving.scheduler.sequence import Sequence
 
 _LAST_TOKENS = 8  # by which prompts are looked up; then they are compared
 
@@ -13,7 +13,7 @@ Ends = tuple[int, tuple[int, ...]]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Group:
+class _Group[SequenceT: Sequence]:
     """Sequences with one prompt.
 
     Attributes:
@@ -21,26 +21,24 @@ class _Group:
         followers: by priority, those that wait for it, in the order in which they came.
     """
 
-    leader: ScheduledSequence
-    followers: dict[int, OrderedDict[ScheduledSequence, None]] = dataclasses.field(
-        default_factory=dict
-    )
+    leader: SequenceT
+    followers: dict[int, OrderedDict[SequenceT, None]] = dataclasses.field(default_factory=dict)
 
-    def add(self, record: ScheduledSequence) -> None:
-        self.followers.setdefault(record.sequence.priority, OrderedDict())[record] = None
+    def add(self, sequence: SequenceT) -> None:
+        self.followers.setdefault(sequence.priority, OrderedDict())[sequence] = None
 
-    def remove(self, record: ScheduledSequence) -> None:
-        same = self.followers[record.sequence.priority]
-        del same[record]
+    def remove(self, sequence: SequenceT) -> None:
+        same = self.followers[sequence.priority]
+        del same[sequence]
         if not same:
-            del self.followers[record.sequence.priority]
+            del self.followers[sequence.priority]
 
-    def __iter__(self) -> Iterator[ScheduledSequence]:
+    def __iter__(self) -> Iterator[SequenceT]:
         return itertools.chain.from_iterable(self.followers.values())
 
 
-class SharedPrompts:
-    """Who waits for whom.
+class SharedPrompts[SequenceT: Sequence]:
+    """Sequences that wait for the prompt of another.
 
     The first sequence with a prompt leads until that is computed, and those that come meanwhile
     with the same prompt follow, unless their priority is higher. A lookup costs no pass over the
@@ -49,59 +47,59 @@ class SharedPrompts:
     """
 
     def __init__(self) -> None:
-        self._led: dict[Ends, _Group] = {}
-        self._groups: dict[ScheduledSequence, _Group] = {}  # of those that wait
+        self._led: dict[Ends, _Group[SequenceT]] = {}
+        self._groups: dict[SequenceT, _Group[SequenceT]] = {}  # of those that wait
 
     @property
     def num_held(self) -> int:
         """Sequences that wait for another's prompt."""
         return len(self._groups)
 
-    def follows(self, record: ScheduledSequence) -> bool:
+    def follows(self, sequence: SequenceT) -> bool:
         """Takes a new sequence; whether it is to wait for another's prompt."""
-        if not record.sequence.reuse_prefix:
+        if not sequence.reuse_prefix:
             return False
-        group = self._led.setdefault(_ends(record), _Group(record))
+        group = self._led.setdefault(_ends(sequence), _Group(sequence))
         leader = group.leader
-        if leader is record:
+        if leader is sequence:
             return False
-        same = leader.sequence.token_ids == record.sequence.token_ids
-        if not same or record.sequence.priority > leader.sequence.priority:
+        same = leader.token_ids == sequence.token_ids
+        if not same or sequence.priority > leader.priority:
             return False
-        group.add(record)
-        self._groups[record] = group
+        group.add(sequence)
+        self._groups[sequence] = group
         return True
 
-    def computed(self, record: ScheduledSequence) -> list[ScheduledSequence]:
+    def computed(self, sequence: SequenceT) -> list[SequenceT]:
         """Notes that a prompt is computed; the sequences that waited for it."""
-        group = self._led.get(_ends(record))
-        if group is None or group.leader is not record:
+        group = self._led.get(_ends(sequence))
+        if group is None or group.leader is not sequence:
             return []
-        del self._led[_ends(record)]
+        del self._led[_ends(sequence)]
         followers = list(group)
         for follower in followers:
             del self._groups[follower]
         return followers
 
-    def ended(self, record: ScheduledSequence) -> ScheduledSequence | None:
+    def ended(self, sequence: SequenceT) -> SequenceT | None:
         """Notes that a sequence is gone; returns the one that leads in its place and waits no
         more."""
-        group = self._groups.pop(record, None)
+        group = self._groups.pop(sequence, None)
         if group is not None:
-            group.remove(record)
+            group.remove(sequence)
             return None
-        group = self._led.get(_ends(record))
-        if group is None or group.leader is not record:
+        group = self._led.get(_ends(sequence))
+        if group is None or group.leader is not sequence:
             return None
         if not group.followers:
-            del self._led[_ends(record)]
+            del self._led[_ends(sequence)]
             return None
         group.leader = next(iter(group.followers[max(group.followers)]))
         group.remove(group.leader)
         del self._groups[group.leader]
         return group.leader
 
-    def check_integrity(self, held: set[ScheduledSequence]) -> None:
+    def check_integrity(self, held: set[SequenceT]) -> None:
         """Proves that exactly the sequences `held` wait, each for one leader.
 
         Raises:
@@ -117,6 +115,6 @@ class SharedPrompts:
             assert all(group.followers.values()), "a priority without followers"
 
 
-def _ends(record: ScheduledSequence) -> Ends:
-    token_ids = record.sequence.token_ids
+def _ends(sequence: Sequence) -> Ends:
+    token_ids = sequence.token_ids
     return len(token_ids), tuple(token_ids[-_LAST_TOKENS:])

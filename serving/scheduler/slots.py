@@ -1,26 +1,26 @@
 """The sequences that have slots, and which of them gives way when pages are short."""
 
-from serving.scheduler.sequence import Phase, Schedulable, ScheduledSequence
+from serving.scheduler.sequence import Phase, Sequence
 
 
-class Slots:
-    """Numbered places for sequences that run.
+class Slots[SequenceT: Sequence]:
+    """Numbered slots of the sequences that run.
 
     Args:
         count: how many.
 
     Attributes:
         taken: by slot, the sequences that have one.
-        decoding: by slot, sequences that can take one more token, as their owner gave them.
+        decoding: by slot, sequences that can take one more token.
         draining: by slot, sequences whose last token is launched.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._free = list(range(count - 1, -1, -1))
-        self.taken: dict[int, ScheduledSequence] = {}
-        self.decoding: dict[int, Schedulable] = {}
-        self.draining: dict[int, ScheduledSequence] = {}
+        self.taken: dict[int, SequenceT] = {}
+        self.decoding: dict[int, SequenceT] = {}
+        self.draining: dict[int, SequenceT] = {}
 
     def __len__(self) -> int:
         return len(self.taken)
@@ -30,39 +30,39 @@ class Slots:
         """The slot that the next sequence gets, or None if all are taken."""
         return self._free[-1] if self._free else None
 
-    def take(self, record: ScheduledSequence) -> None:
+    def take(self, sequence: SequenceT) -> None:
         """Gives `next_free` to a sequence."""
-        record.slot = self._free.pop()
-        self.taken[record.slot] = record
+        sequence.slot = self._free.pop()
+        self.taken[sequence.slot] = sequence
 
-    def chosen(self, record: ScheduledSequence) -> None:
-        """Notes that the last launch of a sequence chooses a token."""
-        assert record.slot is not None, f"sequence {record.number} decodes without a slot"
-        if not record.num_left:
-            self.decoding.pop(record.slot, None)
-            self.draining[record.slot] = record
-            record.phase = Phase.DRAINING
-        elif record.phase is not Phase.DECODING:
-            self.decoding[record.slot] = record.sequence
-            record.phase = Phase.DECODING
+    def sampled(self, sequence: SequenceT) -> None:
+        """Notes that the last launch of a sequence samples a token."""
+        assert sequence.slot is not None, f"sequence {sequence.number} decodes without a slot"
+        if not sequence.num_left:
+            self.decoding.pop(sequence.slot, None)
+            self.draining[sequence.slot] = sequence
+            sequence.phase = Phase.DRAINING
+        elif sequence.phase is not Phase.DECODING:
+            self.decoding[sequence.slot] = sequence
+            sequence.phase = Phase.DECODING
 
-    def give_back(self, record: ScheduledSequence) -> None:
+    def give_back(self, sequence: SequenceT) -> None:
         """Takes a sequence's slot away."""
-        assert record.slot is not None, f"sequence {record.number} has no slot"
-        del self.taken[record.slot]
-        self.decoding.pop(record.slot, None)
-        self.draining.pop(record.slot, None)
-        self._free.append(record.slot)
-        record.slot = None
+        assert sequence.slot is not None, f"sequence {sequence.number} has no slot"
+        del self.taken[sequence.slot]
+        self.decoding.pop(sequence.slot, None)
+        self.draining.pop(sequence.slot, None)
+        self._free.append(sequence.slot)
+        sequence.slot = None
 
-    def youngest(self) -> ScheduledSequence | None:
+    def youngest(self) -> SequenceT | None:
         """Whom to preempt: of lowest priority, then opened last. None if there is only one."""
         unfinished = [
-            record for record in self.taken.values() if record.phase is not Phase.DRAINING
+            sequence for sequence in self.taken.values() if sequence.phase is not Phase.DRAINING
         ]
         if len(unfinished) < 2:
             return None
-        return max(unfinished, key=lambda record: record.precedence)
+        return max(unfinished, key=lambda sequence: sequence.precedence)
 
     def check_integrity(self) -> None:
         """Proves that every slot is free or one sequence's, who is listed by its phase.
@@ -72,11 +72,8 @@ class Slots:
         """
         slots = sorted([*self._free, *self.taken])
         assert slots == list(range(self._count)), f"slots lost or doubled: {slots}"
-        for slot, record in self.taken.items():
-            assert record.slot == slot, f"slot {slot} holds a sequence of slot {record.slot}"
-        draining = {slot: record.sequence for slot, record in self.draining.items()}
-        for listed, phase in ((self.decoding, Phase.DECODING), (draining, Phase.DRAINING)):
-            found = {
-                s: record.sequence for s, record in self.taken.items() if record.phase is phase
-            }
+        for slot, sequence in self.taken.items():
+            assert sequence.slot == slot, f"slot {slot} holds a sequence of slot {sequence.slot}"
+        for listed, phase in ((self.decoding, Phase.DECODING), (self.draining, Phase.DRAINING)):
+            found = {slot: one for slot, one in self.taken.items() if one.phase is phase}
             assert listed == found, f"{phase.name}: {sorted(listed)}, are {sorted(found)}"

@@ -1,17 +1,18 @@
 """Sequences without a slot, and which of them is to get the next one."""
 
 import collections
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
 from serving.scheduler.prefill_queue import PrefillQueue
-from serving.scheduler.sequence import Phase, ScheduledSequence
+from serving.scheduler.sequence import Phase, Sequence
 from serving.scheduler.shared_prompts import SharedPrompts
 
 # How many tokens of prompts are looked up in the cache a step: it looks at each of their pages.
 _TOKENS_LOOKED_UP_A_STEP = 1 << 19
 
 
-class WaitingQueue:
+class WaitingQueue[SequenceT: Sequence]:
     """Sequences that have never had a slot, and preempted ones, in the order of `PrefillQueue`.
 
     The best one that did not fit holds up those behind it, and is not tried again until as many
@@ -23,11 +24,11 @@ class WaitingQueue:
     """
 
     def __init__(self, age_weight: float) -> None:
-        self._queue = PrefillQueue(age_weight)
-        self._shared = SharedPrompts()
-        self._preempted: set[ScheduledSequence] = set()
-        self._not_looked_up: collections.deque[ScheduledSequence] = collections.deque()
-        self._refused: ScheduledSequence | None = None
+        self._queue = PrefillQueue[SequenceT](age_weight)
+        self._shared = SharedPrompts[SequenceT]()
+        self._preempted: set[SequenceT] = set()
+        self._not_looked_up: collections.deque[SequenceT] = collections.deque()
+        self._refused: SequenceT | None = None
         self._missing = 0  # pages that have to come free before it is tried again
 
     @property
@@ -40,23 +41,23 @@ class WaitingQueue:
         """Sequences that have lost one."""
         return len(self._preempted)
 
-    def add(self, record: ScheduledSequence) -> None:
+    def add(self, sequence: SequenceT) -> None:
         """Takes a new sequence."""
-        if self._shared.follows(record):
-            record.phase = Phase.HELD
+        if self._shared.follows(sequence):
+            sequence.phase = Phase.HELD
         else:
-            self._enqueue(record)
+            self._enqueue(sequence)
 
-    def preempt(self, record: ScheduledSequence) -> None:
+    def preempt(self, sequence: SequenceT) -> None:
         """Takes a sequence that has lost its slot."""
-        record.phase = Phase.PREEMPTED
-        record.was_preempted = True
-        record.remaining = record.num_tokens
-        self._preempted.add(record)
-        self._queue.push(record)
+        sequence.phase = Phase.PREEMPTED
+        sequence.was_preempted = True
+        sequence.remaining = sequence.num_tokens
+        self._preempted.add(sequence)
+        self._queue.push(sequence)
 
     def look_up(
-        self, num_cached: Callable[[Sequence[int]], int], prefilling: ScheduledSequence | None
+        self, num_cached: Callable[[abc.Sequence[int]], int], prefilling: SequenceT | None
     ) -> None:
         """Finds out how much of some prompts is cached, in the order in which they came.
 
@@ -68,30 +69,30 @@ class WaitingQueue:
         """
         tokens, queue, first = 0, self._not_looked_up, None
         while queue and tokens < _TOKENS_LOOKED_UP_A_STEP:
-            record = queue.popleft()
-            if record not in self._queue or record.was_preempted:
+            sequence = queue.popleft()
+            if sequence not in self._queue or sequence.was_preempted:
                 continue
-            if record is self._queue.first() and self._goes_before(record, prefilling):
-                first = record
+            if sequence is self._queue.first() and self._goes_before(sequence, prefilling):
+                first = sequence
                 continue
-            token_ids = record.known_tokens()
+            token_ids = sequence.encode()
             tokens += len(token_ids)
-            record.remaining = len(token_ids) - num_cached(token_ids)
-            self._queue.push(record)
+            sequence.remaining = len(token_ids) - num_cached(token_ids)
+            self._queue.push(sequence)
         if first is not None:
             queue.appendleft(first)
 
-    def next_to_open(self, prefilling: ScheduledSequence | None) -> ScheduledSequence | None:
+    def next_to_open(self, prefilling: SequenceT | None) -> SequenceT | None:
         """Whose turn it is to get a slot, if that is before the best one that is prefilling."""
-        record = self._queue.first()
+        sequence = self._queue.first()
         # Of a preempted one, all tokens must be known before it is opened again.
-        if record is None or record is self._refused or record.in_flight:
+        if sequence is None or sequence is self._refused or sequence.in_flight:
             return None
-        return record if self._goes_before(record, prefilling) else None
+        return sequence if self._goes_before(sequence, prefilling) else None
 
-    def refuse(self, record: ScheduledSequence, missing: int) -> None:
+    def refuse(self, sequence: SequenceT, missing: int) -> None:
         """Notes that a sequence does not fit before so many pages come free."""
-        self._refused, self._missing = record, missing
+        self._refused, self._missing = sequence, missing
 
     def pages_freed(self, max_pages: int, *, idle: bool) -> None:
         """Notes that a slot has been closed.
@@ -105,46 +106,46 @@ class WaitingQueue:
         if idle or self._missing <= 0:
             self._refused = None
 
-    def opened(self, record: ScheduledSequence) -> None:
+    def opened(self, sequence: SequenceT) -> None:
         """Gives a sequence away, which has got a slot."""
-        self._queue.discard(record)
-        self._preempted.discard(record)
+        self._queue.discard(sequence)
+        self._preempted.discard(sequence)
 
-    def prompt_computed(self, record: ScheduledSequence) -> None:
+    def prompt_computed(self, sequence: SequenceT) -> None:
         """Notes that a prompt is computed, for which others may have waited."""
-        for follower in self._shared.computed(record):
+        for follower in self._shared.computed(sequence):
             # All but the last token, which is always computed.
             follower.remaining = 1
             self._enqueue(follower, look_up=False)
 
-    def ended(self, record: ScheduledSequence) -> None:
+    def ended(self, sequence: SequenceT) -> None:
         """Forgets a sequence, which may also run or be gone."""
-        self.opened(record)
-        if self._refused is record:
+        self.opened(sequence)
+        if self._refused is sequence:
             self._refused = None
-        leader = self._shared.ended(record)
+        leader = self._shared.ended(sequence)
         if leader is not None:
             self._enqueue(leader)
 
-    def check_integrity(self, records: Sequence[ScheduledSequence]) -> None:
+    def check_integrity(self, sequences: abc.Sequence[SequenceT]) -> None:
         """Proves that of all sequences those are here that should be, and once.
 
         Raises:
             AssertionError: naming what is not so.
         """
         self._queue.check_integrity()
-        phases = {phase: {r for r in records if r.phase is phase} for phase in Phase}
+        phases = {phase: {r for r in sequences if r.phase is phase} for phase in Phase}
         self._shared.check_integrity(phases[Phase.HELD])
         assert self._preempted == phases[Phase.PREEMPTED], "preempted sequences lost"
         queued = phases[Phase.WAITING] | phases[Phase.PREEMPTED]
-        assert set(self._queue.records) == queued, "waiting sequences lost"
+        assert set(self._queue.sequences) == queued, "waiting sequences lost"
         assert self._refused is None or self._refused in queued, "waits for a sequence that is gone"
 
-    def _goes_before(self, record: ScheduledSequence, prefilling: ScheduledSequence | None) -> bool:
-        return prefilling is None or self._queue.order(record) < self._queue.order(prefilling)
+    def _goes_before(self, sequence: SequenceT, prefilling: SequenceT | None) -> bool:
+        return prefilling is None or self._queue.order(sequence) < self._queue.order(prefilling)
 
-    def _enqueue(self, record: ScheduledSequence, *, look_up: bool = True) -> None:
-        record.phase = Phase.WAITING
-        self._queue.push(record)
-        if look_up and record.sequence.reuse_prefix:
-            self._not_looked_up.append(record)
+    def _enqueue(self, sequence: SequenceT, *, look_up: bool = True) -> None:
+        sequence.phase = Phase.WAITING
+        self._queue.push(sequence)
+        if look_up and sequence.reuse_prefix:
+            self._not_looked_up.append(sequence)

@@ -50,7 +50,7 @@ def request(engine: Engine, name: str, token_ids: list[int], **params: Any) -> R
 def finish(engine: Engine, *requests: Request) -> list[RequestOutput]:
     """Adds requests that are not there yet, and runs to the end, its account checked every step."""
     for one in requests:
-        if one.continuations[0] not in engine.scheduler:
+        if one.sequences[0] not in engine.scheduler:
             engine.add(one)
     while engine.has_work:
         engine.step()

@@ -54,7 +54,7 @@ def crowd(engine: Engine) -> list[Request]:
     found = []
     for number, params in enumerate(PARAMS):
         one = request(engine, f"{number}", tokens(number, 90), max_tokens=120, **params)
-        (part,) = one.continuations
+        (part,) = one.sequences
         if part.sampling is not None:
             words = [[5], [9, 11], [3] * 4]
             stops = sorted(range(0, 256, 9)) if part.params.min_tokens else ()
@@ -207,7 +207,7 @@ def test_an_error_before_the_launch(engine: Engine, monkeypatch: pytest.MonkeyPa
     prepare = ModelRunner.prepare_prefill
 
     def failing(self: ModelRunner, chunk: PrefillChunk) -> None:
-        if chunk.sequence is bad.continuations[0] and chunk.start:
+        if chunk.sequence is bad.sequences[0] and chunk.start:
             raise OutOfPagesError("no place for its pages")
         prepare(self, chunk)
 
@@ -356,7 +356,7 @@ def test_aborted_in_every_state(engine: Engine) -> None:
         for _ in range(steps):
             engine.step()
         for one in others:
-            states.add(engine.scheduler._records[one.continuations[0]].phase.name)
+            states.add(one.sequences[0].phase.name)
             engine.abort(one)
             engine.scheduler.check_integrity()
             engine.runner.cache.check_integrity()

@@ -47,7 +47,7 @@ class Day:
 
     def said(self, number: int) -> list[int]:
         """The conversation of some earlier request."""
-        part = self.requests[number % len(self.requests)].continuations[0]
+        part = self.requests[number % len(self.requests)].sequences[0]
         return [*part.token_ids, *part.output_ids]
 
     def step(self) -> None:
@@ -81,7 +81,7 @@ class Day:
             (part,) = output.outputs
             expected = self.alone(tuple(output.prompt_token_ids))
             assert part.token_ids == expected[: len(part.token_ids)]
-            complete = len(part.token_ids) == one.continuations[0].max_tokens
+            complete = len(part.token_ids) == one.sequences[0].max_tokens
             assert complete == (part.finish_reason == "length")
 
 

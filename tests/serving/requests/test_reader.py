@@ -36,7 +36,7 @@ def read(prompt: Any, **params: Any) -> Request:
 
 def bad_words(*words: str) -> list[str]:
     """The texts whose tokens the sampler is told not to generate."""
-    sampling = read([1], bad_words=list(words)).continuations[0].sampling
+    sampling = read([1], bad_words=list(words)).sequences[0].sampling
     assert sampling is not None
     return [TOKENIZER.decode(list(ids), skip_special_tokens=False) for ids in sampling.bad_words]
 
@@ -77,7 +77,7 @@ def test_bad_words_that_are_too_many_or_too_long() -> None:
 
 
 def seeds(**params: Any) -> list[int]:
-    samplings = [part.sampling for part in read([1], **params).continuations]
+    samplings = [part.sampling for part in read([1], **params).sequences]
     return [sampling.seed for sampling in samplings if sampling is not None]
 
 
@@ -117,7 +117,7 @@ def test_new_seeds(seed: Any) -> None:
 )
 def test_ids(prompt: Any) -> None:
     """A list of ids is a prompt, of Python's numbers or numpy's."""
-    (part,) = read(prompt).continuations
+    (part,) = read(prompt).sequences
     assert part.token_ids == [5, 6]
     assert {type(token) for token in part.token_ids} == {int}
 
@@ -134,7 +134,7 @@ def test_more_pages_than_there_are() -> None:
     """The limit that is named fits, and one more does not; it is that of the caller, if any."""
     with pytest.raises(ValueError, match=r"max_tokens 200: .*max_tokens to at most 157, or raise"):
         read([1] * 100, max_tokens=200)
-    assert read([1] * 100, max_tokens=157).continuations[0].max_tokens == 157
+    assert read([1] * 100, max_tokens=157).sequences[0].max_tokens == 157
     with pytest.raises(ValueError, match="need 5 pages"):
         read([1] * 100, max_tokens=158)
     with pytest.raises(
@@ -172,7 +172,7 @@ def test_arrays(kind: Any) -> None:
     (prompt,) = list_prompts(kind([5, 6]))
     found = [read(prompt), read(kind([5, 6])), read({"prompt_token_ids": kind([5, 6])})]
     found += map(read, list_prompts(kind([[5, 6], [5, 6]])))
-    assert [request.continuations[0].token_ids for request in found] == [[5, 6]] * 5
+    assert [request.sequences[0].token_ids for request in found] == [[5, 6]] * 5
     with pytest.raises(TypeError, match="prompts must be a prompt or an iterable of prompts"):
         list_prompts(kind(5))
     with pytest.raises(ValueError, match=r"token id 1\.5"):

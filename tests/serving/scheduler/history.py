@@ -96,7 +96,7 @@ class History:
                 self.scheduler.add(sequence)
             else:
                 sequence.failed = True
-                sequence.counters = CacheCounters()
+                sequence.total = CacheCounters()
 
     def step(self) -> Step:
         """A step, with all that must hold of it."""
@@ -133,7 +133,7 @@ class History:
             if sequence.aborted or sequence.failed:
                 expected = expected[: len(sequence.output_ids)]
             assert sequence.output_ids == expected, f"prompt {sequence.token_ids}"
-            assert sequence.counters is not None, f"prompt {sequence.token_ids} has no counters"
+            assert sequence.total is not None, f"prompt {sequence.token_ids} has no counters"
         self.sequences.clear()
         self._added_at.clear()
 

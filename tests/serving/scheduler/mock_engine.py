@@ -6,11 +6,12 @@ It is pipelined like the real one: the results of a step are processed when the 
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections import abc
+from collections.abc import Callable, Mapping
+from typing import Protocol, override
 
 from kvcache import CacheCounters
-from serving.scheduler import Scheduler, SequenceCache, SequenceOutOfPagesError
+from serving.scheduler import Scheduler, Sequence, SequenceCache, SequenceOutOfPagesError
 
 STOP_TOKEN = 0
 VOCABULARY = 41
@@ -27,12 +28,12 @@ def chosen_token(value: int) -> int:
     return (value >> 7) % VOCABULARY
 
 
-def values_of(token_ids: Sequence[int]) -> list[int]:
+def values_of(token_ids: abc.Sequence[int]) -> list[int]:
     """What the rows of tokens hold."""
     return list(itertools.accumulate(token_ids, row_value, initial=_START))[1:]
 
 
-def expected_output(token_ids: Sequence[int], max_tokens: int) -> list[int]:
+def expected_output(token_ids: abc.Sequence[int], max_tokens: int) -> list[int]:
     """What a prompt is to be continued by."""
     value, output = values_of(token_ids)[-1], []
     while len(output) < max_tokens:
@@ -44,22 +45,18 @@ def expected_output(token_ids: Sequence[int], max_tokens: int) -> list[int]:
 
 
 @dataclasses.dataclass(eq=False)
-class ToySequence:
-    """What a scheduler wants of a sequence."""
+class ToySequence(Sequence):
+    """A sequence that stops at a token, and may be aborted or fail."""
 
-    token_ids: list[int]
-    max_tokens: int
-    priority: int = 0
-    reuse_prefix: bool = True
-    output_ids: list[int] = dataclasses.field(default_factory=list)
     aborted: bool = False
     failed: bool = False
-    counters: CacheCounters | None = None
+    total: CacheCounters | None = None
 
     @property
+    @override
     def finished(self) -> bool:
         stopped = self.output_ids[-1:] == [STOP_TOKEN]
-        return self.aborted or self.failed or stopped or len(self.output_ids) == self.max_tokens
+        return self.aborted or self.failed or stopped or super().finished
 
 
 class EngineCache(SequenceCache, Protocol):
@@ -87,7 +84,7 @@ class RowsOfSlots:
         self._values: dict[int, list[int]] = {}
         opened = cache.open
 
-        def open(slot: int, token_ids: Sequence[int], *args: int, **options: int | bool) -> int:
+        def open(slot: int, token_ids: abc.Sequence[int], *args: int, **options: int | bool) -> int:
             found = opened(slot, token_ids, *args, **options)
             self._values[slot] = values_of(token_ids[:found])
             return found
@@ -125,7 +122,12 @@ class MockEngine:
     """
 
     def __init__(
-        self, cache: EngineCache, rows: Rows, scheduler: Scheduler, *, pipelined: bool = True
+        self,
+        cache: EngineCache,
+        rows: Rows,
+        scheduler: Scheduler[ToySequence],
+        *,
+        pipelined: bool = True,
     ) -> None:
         self.cache, self.rows, self.scheduler = cache, rows, scheduler
         self.pipelined = pipelined
@@ -139,7 +141,6 @@ class MockEngine:
         step, results = Step(), []
         self.scheduler.start_step()
         while (chunk := self._plan(self.scheduler.next_prefill, step)) is not None:
-            assert isinstance(chunk.sequence, ToySequence)
             known = chunk.sequence.token_ids + chunk.sequence.output_ids
             end = chunk.start + len(chunk.token_ids)
             assert chunk.token_ids == known[chunk.start : end], "other tokens than the sequence's"
@@ -158,7 +159,6 @@ class MockEngine:
             self.cache.prepare(dict.fromkeys(batch, 1))
             self.rows.begin_launch()
         for slot, sequence in batch.items():
-            assert isinstance(sequence, ToySequence)
             self._append(slot, [self._last_tokens[slot]])
             results.append((sequence, self._last_tokens[slot]))
             step.decoded[slot] = sequence
@@ -170,7 +170,7 @@ class MockEngine:
 
     def end(self, sequence: ToySequence) -> None:
         """Takes a sequence from the scheduler."""
-        sequence.counters = self.scheduler.finish(sequence)
+        sequence.total = self.scheduler.finish(sequence)
 
     def _plan[Planned](self, plan: Callable[[], Planned], step: Step) -> Planned:
         """Asks the scheduler; a sequence that fits nowhere fails, and it is asked again."""
@@ -185,12 +185,11 @@ class MockEngine:
                 step.failed.append(error.sequence)
                 continue
             for sequence in self.scheduler.running.values():
-                assert isinstance(sequence, ToySequence)
                 if sequence not in before:
                     step.opened.append(sequence)
             return planned
 
-    def _append(self, slot: int, token_ids: Sequence[int], *, check_all: bool = False) -> None:
+    def _append(self, slot: int, token_ids: abc.Sequence[int], *, check_all: bool = False) -> None:
         values = self._values[slot]
         start = len(values)
         assert start == self.cache.length(slot), f"slot {slot} has {start} rows"
@@ -203,7 +202,7 @@ class MockEngine:
             self.rows.write_row(slot, position, values[-1])
         self._last_tokens[slot] = chosen_token(values[-1])
 
-    def _process(self, results: Sequence[tuple[ToySequence, int]]) -> None:
+    def _process(self, results: abc.Sequence[tuple[ToySequence, int]]) -> None:
         for sequence, token in results:
             if self.scheduler.confirm(sequence, token):
                 sequence.output_ids.append(token)

@@ -290,14 +290,14 @@ def test_many_equal_prompts_are_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
         if number % 100 == 50:
             leading = run.scheduler._waiting._queue.first()
             assert leading is not None
-            assert leading.sequence.priority == 1
+            assert leading.priority == 1
     assert looked_at - before < 20 * len(copies)
 
 
 def test_prompt_logprobs_need_every_row() -> None:
     """Catches cached rows where each is to be computed, and waiting for another's in vain."""
     run = engine(max_num_batched_tokens=64, max_step_rows=64)
-    both = [ToySequence(prompt(16), 1, reuse_prefix=False) for _ in range(2)]
+    both = [ToySequence(prompt(16), 1, cacheable=False) for _ in range(2)]
     for sequence in both:
         run.scheduler.add(sequence)
     assert launched(run) == [(sequence, range(16)) for sequence in both]
@@ -317,7 +317,7 @@ def test_the_youngest_is_preempted_and_the_oldest_ends_first() -> None:
         order += [s for s in sequences if s.finished and s not in order]
     assert order == [sequences[2], sequences[0], sequences[1]]
     assert run.scheduler.counters.preempted > 0
-    counters = [s.counters for s in sequences if s.counters is not None]
+    counters = [s.total for s in sequences if s.total is not None]
     # A cache tells 1 for each slot that a sequence had, of which the first found its prompt.
     slots = sum(one.resident_reads for one in counters)
     assert slots == run.scheduler.counters.opened == 3 + run.scheduler.counters.preempted
