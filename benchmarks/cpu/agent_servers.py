@@ -2,13 +2,14 @@
 
 import dataclasses
 import time
+from typing import NamedTuple
 
 from benchmarks.cpu.agent_workload import Answer, AnswerTimes
 from kvcache import KVCache, KVGeometry, SimulatedDevice
 from serving.engine.engine import Engine
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
-from serving.scheduler import Scheduler, Sequence
+from serving.scheduler import DecodeBatch, PrefillChunk, Scheduler, Sequence
 
 
 class EngineServer:
@@ -80,6 +81,13 @@ class _Turn(Sequence):
     agent: int
 
 
+class _Sampled(NamedTuple):
+    """Token that a launch sampled."""
+
+    sequence: _Turn
+    token: int
+
+
 class SimulatedServer:
     """Scheduler and cache bookkeeping, in which a step takes no time and no memory.
 
@@ -100,7 +108,7 @@ class SimulatedServer:
             max_num_batched_tokens=max_num_batched_tokens,
             max_step_rows=max_num_batched_tokens,
         )
-        self._in_flight: list[_Turn] = []
+        self._in_flight: list[_Sampled] = []
 
     def submit(self, agent: int, token_ids: list[int], output_tokens: int) -> None:
         """Queues a turn."""
@@ -108,23 +116,17 @@ class SimulatedServer:
 
     def step(self) -> list[Answer]:
         """Runs a step, and returns the turns that ended with the one before."""
-        scheduler, launched = self._scheduler, []
-        scheduler.start_step()
-        while (chunk := scheduler.next_prefill()) is not None:
-            self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
-            scheduler.advance(chunk)
-            if chunk.is_last:
-                launched.append(chunk.sequence)
-        batch = scheduler.next_decode()
-        if batch:
-            self.cache.prepare(dict.fromkeys(batch, 1))
-            scheduler.launched_decode(batch)
-            launched += batch.values()
+        scheduler, launched = self._scheduler, list[_Sampled]()
+        while (plan := scheduler.schedule()) is not None:
+            match plan:
+                case PrefillChunk(sequence=turn, is_last=True):
+                    launched.append(_Sampled(turn, turn.agent))
+                case DecodeBatch(sequences=turns):
+                    launched += [_Sampled(turn, turn.agent) for turn in turns.values()]
         results, self._in_flight = self._in_flight, launched
         ended = []
-        for turn in results:
-            if scheduler.confirm(turn, turn.agent):
-                turn.output_ids.append(turn.agent)
+        for turn, token in scheduler.process(results):
+            turn.output_ids.append(token)
             if turn.finished:
                 cached = scheduler.finish(turn).cached_tokens
                 ended.append(Answer(turn.agent, turn.output_ids, cached, None))

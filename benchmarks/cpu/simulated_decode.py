@@ -3,12 +3,13 @@
 import time
 from collections import abc
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from kvcache import CacheCounters, EncodedTokens, KVCache, KVGeometry, SimulatedDevice
 from pallas_kernels.common.row_format import RowFormat
-from serving.scheduler import Scheduler, Sequence, SequenceCache
+from serving.scheduler import DecodeBatch, PrefillChunk, Scheduler, Sequence, SequenceCache
 
 DEVICES = 8
 ROWS_PER_DEVICE = 64  # rows of a page
@@ -62,11 +63,18 @@ class IdleCache(SequenceCache):
         return CacheCounters()
 
 
+class _Sampled(NamedTuple):
+    """Token that a launch sampled."""
+
+    sequence: Sequence
+    token: int
+
+
 class DecodeSteps:
     """Scheduler with decoding sequences of one length in all its slots.
 
-    They are prefilled in chunks as in serving, after conversations that have ended and fill the
-    rest of the cache. As many others wait.
+    Their prompts are cached, as are those of conversations that have ended and fill the rest of the
+    cache. As many others wait.
 
     Args:
         cache: the cache.
@@ -91,13 +99,21 @@ class DecodeSteps:
         self._rng = np.random.default_rng(0)
         self._num_steps = 0
         self._num_sequences = num_sequences
-        self._in_flight: list[Sequence] = []
+        self._in_flight: list[_Sampled] = []
         self._tokens = self._rng.integers(_VOCABULARY, size=context).tolist()
+        num_computed = num_sequences
         if isinstance(cache, KVCache):
             num_fitting = cache.geometry.num_pages // cache.geometry.pages_for(context)
-            for number in range(num_sequences, num_fitting + 1):
-                self.scheduler.finish(self._compute(number))
-        self._running = [self._compute(number) for number in range(num_sequences)]
+            num_computed = max(num_computed, num_fitting + 1)
+        for number in reversed(range(num_computed)):
+            self._compute(number)
+        self._running = [Sequence(self._prompt(n), _ENDLESS) for n in range(num_sequences)]
+        for sequence in self._running:
+            self.scheduler.add(sequence)
+        while self.scheduler.num_running < num_sequences:
+            self._step(0)
+        for sequence in self._running:
+            sequence.token_ids = []  # large, and not read again
         for number in range(num_sequences):
             self.scheduler.add(Sequence([number % _VOCABULARY] * 8, _ENDLESS))
         if isinstance(cache, KVCache):
@@ -130,31 +146,25 @@ class DecodeSteps:
         self.scheduler.add(self._running[number], encoded)
         return ended, self.step()
 
-    def _step(self, token: int, *, decodes: bool = True) -> None:
+    def _step(self, token: int) -> None:
         scheduler, results, self._in_flight = self.scheduler, self._in_flight, []
-        scheduler.start_step()
-        while (chunk := scheduler.next_prefill()) is not None:
-            self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
-            scheduler.advance(chunk)
-            if chunk.is_last:
-                self._in_flight.append(chunk.sequence)
-        batch = scheduler.next_decode() if decodes else {}
-        if batch:
-            self.cache.prepare(dict.fromkeys(batch, 1))
-            scheduler.launched_decode(batch)
-            self._in_flight += batch.values()
-        for sequence in results:
-            if scheduler.confirm(sequence, token):
-                sequence.output_ids.append(token)
+        while (plan := scheduler.schedule()) is not None:
+            match plan:
+                case PrefillChunk(sequence=sequence, is_last=True):
+                    self._in_flight.append(_Sampled(sequence, token))
+                case DecodeBatch(sequences=sequences):
+                    self._in_flight += [_Sampled(each, token) for each in sequences.values()]
+        for sequence, sampled in scheduler.process(results):
+            sequence.output_ids.append(sampled)
 
-    def _compute(self, number: int) -> Sequence:
-        """Prefills a sequence while no other decodes."""
+    def _compute(self, number: int) -> None:
+        """Has a sequence computed, and leaves it in the cache."""
         sequence = Sequence(self._prompt(number), _ENDLESS)
         self.scheduler.add(sequence)
-        while sequence not in self._in_flight:
-            self._step(0, decodes=False)
-        sequence.token_ids = []  # large, and not read again
-        return sequence
+        while not self._in_flight:
+            self._step(0)
+        self.scheduler.finish(sequence)
+        self._in_flight = []
 
     def _prompt(self, number: int) -> list[int]:
         # Lengths differ a little, so that pages do not all fill up in the same step.

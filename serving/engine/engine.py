@@ -10,7 +10,6 @@ from glm53.jax_settings import own_jax_settings
 from glm53.model.kv_geometry import kv_geometry
 from glm53.model.sharding import make_mesh
 from glm53.tokenizer import Tokenizer
-from kvcache import OutOfPagesError
 from kvcache.tiers.page_states import PageState
 from serving.engine.buckets import Buckets
 from serving.engine.compile_counter import CompileCounter
@@ -38,7 +37,13 @@ from serving.requests.input_processor import InputProcessor
 from serving.requests.outputs import TokenTexts
 from serving.requests.request import Request
 from serving.requests.sequence import RequestSequence
-from serving.scheduler import PrefillChunk, Scheduler, Sequence, SequenceOutOfPagesError
+from serving.scheduler import (
+    Plan,
+    PrefillChunk,
+    Scheduler,
+    Sequence,
+    SequenceOutOfPagesError,
+)
 
 
 class Engine:
@@ -249,15 +254,9 @@ class Engine:
     def _step(self) -> None:
         if not self.runner.usable:
             self._state.renew_store()
-        self.scheduler.start_step()
         num_open, launched = len(self.requests), list[Launched]()
-        while (chunk := self._next_prefill()) is not None:
-            launched.append(self.runner.launch_prefill(chunk))
-            self.scheduler.advance(chunk)
-        batch = self._next_decode()
-        if batch:
-            launched.append(self.runner.launch_decode(batch))
-            self.scheduler.launched_decode(batch)
+        while (plan := self._schedule()) is not None:
+            launched.append(self.runner.run(plan))
         results, self._state.in_flight = self._state.in_flight, launched
         if not results and not launched and num_open == len(self.requests) > 0:
             raise RuntimeError(f"{num_open} sequences wait, and none of them can go on")
@@ -270,29 +269,17 @@ class Engine:
             # an error, which is none of those that are complete.
             self._state.close_sequences(ended)
 
-    def _next_prefill(self) -> PrefillChunk[RequestSequence] | None:
-        """The next chunk, ready to be launched; a request that cannot have its own fails."""
+    def _schedule(self) -> Plan[RequestSequence] | None:
+        """The next launch of the step; a request that cannot have its pages fails."""
         while True:
             try:
-                chunk = self.scheduler.next_prefill()
+                plan = self.scheduler.schedule()
             except SequenceOutOfPagesError as error:
                 self._fail(error.sequence, error)
                 continue
-            if chunk is None:
-                return None
-            self.requests.start(chunk.sequence)
-            try:
-                self.runner.prepare_prefill(chunk)
-                return chunk
-            except OutOfPagesError as error:
-                self._fail(chunk.sequence, error)
-
-    def _next_decode(self) -> dict[int, RequestSequence]:
-        while True:
-            try:
-                return self.scheduler.next_decode()
-            except SequenceOutOfPagesError as error:
-                self._fail(error.sequence, error)
+            if isinstance(plan, PrefillChunk):
+                self.requests.start(plan.sequence)
+            return plan
 
     def _fetch(self, launch: Launched) -> list[SequenceResult]:
         self._counters.stalls += not launch.is_ready
@@ -306,11 +293,10 @@ class Engine:
         now, ended = time.monotonic(), []
         with self.requests.output_lock:
             for result in results:
+                result.sequence.reads += result.reads
+            for result in self.scheduler.process(results):
                 sequence = result.sequence
-                sequence.reads += result.reads
-                if result.token is not None and not self.scheduler.confirm(sequence, result.token):
-                    continue  # It has ended meanwhile.
-                if result.prompt_logprobs is not None and sequence in self.scheduler:
+                if result.prompt_logprobs is not None:
                     sequence.accept_prompt_logprobs(result.start, result.prompt_logprobs)
                 if result.token is not None:
                     sequence.accept(result.token, result.logprobs)

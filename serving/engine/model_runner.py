@@ -7,7 +7,7 @@ on the device.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -33,7 +33,7 @@ from serving.requests.sequence import RequestSequence
 from serving.sampling.logprobs import TopLogprobs, top_logprobs
 from serving.sampling.sampler import Sampler
 from serving.sampling.state import SamplingState
-from serving.scheduler import PrefillChunk
+from serving.scheduler import DecodeBatch, Plan, PrefillChunk
 
 _SCORED_ROWS = 128
 """Rows of a prompt whose log-probabilities are found at a time."""
@@ -233,22 +233,21 @@ class ModelRunner:
         )
         self._whole = True
 
-    def prepare_prefill(self, chunk: PrefillChunk[RequestSequence]) -> None:
-        """Readies slot and pages for a chunk, just before its launch.
-
-        Raises:
-            OutOfPagesError: its pages find no place. Other sequences are as they were.
-        """
-        sequence = chunk.sequence
-        if chunk.is_first and sequence.sampling is not None:
-            self._sampling = self._sampler.assign(
-                self._sampling, chunk.slot, sequence.sampling, sequence.output_ids
-            )
-        self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
+    def run(self, plan: Plan[RequestSequence]) -> Launched:
+        """Launches a plan, whose pages the scheduler has readied."""
+        match plan:
+            case PrefillChunk():
+                return self.launch_prefill(plan)
+            case DecodeBatch():
+                return self.launch_decode(plan)
 
     def launch_prefill(self, chunk: PrefillChunk[RequestSequence]) -> Launched:
-        """Appends a chunk, which is prepared, to its sequence; the last one chooses a token."""
+        """Appends a chunk to its sequence; the last one samples a token."""
         sequence, slot = chunk.sequence, chunk.slot
+        if chunk.is_first and sequence.sampling is not None:
+            self._sampling = self._sampler.assign(
+                self._sampling, slot, sequence.sampling, sequence.output_ids
+            )
         slots = np.array([slot], np.int32)
         rows = fit(self.buckets.rows, len(chunk.token_ids))
         token_ids = np.zeros((1, rows), np.int32)
@@ -267,14 +266,14 @@ class ModelRunner:
             )
         return dataclasses.replace(launched, start=chunk.start, prompt_scores=scores)
 
-    def launch_decode(self, batch: Mapping[int, RequestSequence]) -> Launched:
-        """Appends the last chosen token of the sequence in each slot, and chooses the next ones."""
-        slots = _padding_slots(fit(self.buckets.sequences, len(batch)))
-        slots[: len(batch)] = list(batch)
-        self.cache.prepare(dict.fromkeys(batch, 1))
-        max_pages = max(self.cache.num_pages(slot) for slot in batch)
+    def launch_decode(self, batch: DecodeBatch[RequestSequence]) -> Launched:
+        """Appends the last sampled token of each sequence, and samples the next ones."""
+        sequences = batch.sequences
+        slots = _padding_slots(fit(self.buckets.sequences, len(sequences)))
+        slots[: len(sequences)] = list(sequences)
+        max_pages = max(self.cache.num_pages(slot) for slot in sequences)
         output = self._decode(slots, fit(self.buckets.context_pages, max_pages))
-        return self._choose(list(batch.values()), slots, output)
+        return self._choose(list(sequences.values()), slots, output)
 
     def results(self, launched: Launched) -> list[SequenceResult]:
         """Results of a launch, in the order of its sequences; waits until the device is done.

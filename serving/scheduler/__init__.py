@@ -2,15 +2,20 @@
 preempted."""
 
 from serving.scheduler.counters import SchedulerCounters
-from serving.scheduler.scheduler import PrefillChunk, Scheduler, SequenceOutOfPagesError
+from serving.scheduler.errors import SequenceOutOfPagesError
+from serving.scheduler.plan import DecodeBatch, Plan, PrefillChunk, StepResult
+from serving.scheduler.scheduler import Scheduler
 from serving.scheduler.sequence import Sequence
 from serving.scheduler.sequence_cache import SequenceCache
 
 __all__ = [
+    "DecodeBatch",
+    "Plan",
     "PrefillChunk",
     "Scheduler",
     "SchedulerCounters",
     "Sequence",
     "SequenceCache",
     "SequenceOutOfPagesError",
+    "StepResult",
 ]

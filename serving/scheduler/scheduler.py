@@ -1,19 +1,27 @@
-"""Plans steps: chunks of prompts, then one token of everything that decodes.
+"""Scheduler of steps: chunks of prompts, then one token of everything that decodes.
 
-A step is launched before the results of the one before it are known. What its owner calls, in
-order: `start_step`; `next_prefill` and, once launched, `advance`, until there is no more;
-`next_decode` and, once launched, `launched_decode`; then `confirm` for each result of the step
-before, and `finish` for what is done.
+A step is launched before the results of the one before it are known:
+
+    while (plan := scheduler.schedule()) is not None:
+        launched.append(runner.run(plan))
+    for result in scheduler.process(results_of_the_step_before):
+        ...
+
+and `finish` for what is done.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import enum
+from collections import abc
+from collections.abc import Callable, Iterator
 
 from kvcache.counters import CacheCounters
 from kvcache.page_pool import OutOfPagesError
 from kvcache.prefix.tree import EncodedTokens
 from serving.scheduler.counters import SchedulerCounters
+from serving.scheduler.errors import SequenceOutOfPagesError, does_not_fit
 from serving.scheduler.integrity import check_sequence
+from serving.scheduler.plan import DecodeBatch, Plan, PrefillChunk, StepResult
 from serving.scheduler.prefill_queue import PrefillQueue
 from serving.scheduler.sequence import Phase, Sequence
 from serving.scheduler.sequence_cache import SequenceCache
@@ -23,40 +31,13 @@ from serving.scheduler.waiting_queue import WaitingQueue
 _RESERVED_ROWS = 2  # beyond the tokens that a sequence opens with
 
 
-class SequenceOutOfPagesError(OutOfPagesError):
-    """A sequence does not fit even alone. It is still with the scheduler: `finish` it.
+class _Stage(enum.Enum):
+    """Stage of a step: the kind of launch that `schedule` plans next."""
 
-    Attributes:
-        sequence: which.
-    """
-
-    def __init__(self, sequence: Sequence, num_tokens: int, reason: str) -> None:
-        super().__init__(
-            f"a sequence of {num_tokens} tokens does not fit even alone ({reason}): raise "
-            "device_pages or host_memory_gib"
-        )
-        self.sequence = sequence
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillChunk[SequenceT: Sequence]:
-    """A piece of a prompt, or of what a preempted sequence had, to be launched.
-
-    Attributes:
-        sequence: whose.
-        slot: its slot.
-        start: position of the first token.
-        token_ids: the tokens.
-        is_first: nothing has been launched for the sequence since it got this slot.
-        is_last: the launch samples the next token.
-    """
-
-    sequence: SequenceT
-    slot: int
-    start: int
-    token_ids: list[int]
-    is_first: bool
-    is_last: bool
+    BETWEEN_STEPS = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    END = enum.auto()
 
 
 class Scheduler[SequenceT: Sequence]:
@@ -115,6 +96,7 @@ class Scheduler[SequenceT: Sequence]:
         self._prefilling = PrefillQueue[SequenceT](age_weight)
         self._slots = Slots[SequenceT](max_num_seqs)
         self._num_added = self._num_opened = 0
+        self._stage = _Stage.BETWEEN_STEPS
         self._sampled_now: list[int] = []  # slots whose last chunk is of this step
 
     @property
@@ -169,109 +151,48 @@ class Scheduler[SequenceT: Sequence]:
         self._sequences[sequence] = None
         self._waiting.add(sequence)
 
-    def start_step(self) -> None:
-        """Begins a step: there may be chunks again."""
-        self.counters.steps += 1
-        self._budget = self._max_num_batched_tokens
-        self._sampled_now.clear()
-        self._waiting.look_up(self._cache.num_cached, self._prefilling.first())
+    def schedule(self) -> Plan[SequenceT] | None:
+        """Plans the next launch of a step, and readies the cache for it.
 
-    def next_prefill(self) -> PrefillChunk[SequenceT] | None:
-        """The next chunk, or None if this step has no more.
-
-        Opens the sequence if it has no slot. Until `advance` is called, the answer is the same.
-
-        Raises:
-            SequenceOutOfPagesError: the sequence whose turn it is does not fit, and nothing runs.
-        """
-        self._open_next()
-        while (sequence := self._prefilling.first()) is not None:
-            count = self._chunk_tokens(sequence.remaining)
-            if count > self._budget:
-                return None
-            assert sequence.slot is not None and sequence.encoded is not None
-            if self._cache.can_prepare({sequence.slot: count}):
-                return PrefillChunk(
-                    sequence,
-                    sequence.slot,
-                    sequence.num_rows,
-                    list(sequence.encoded[sequence.num_rows : sequence.num_rows + count]),
-                    is_first=not sequence.prefill_begun,
-                    is_last=count == sequence.remaining,
-                )
-            self._make_room(sequence)
-        return None
-
-    def advance(self, chunk: PrefillChunk[SequenceT]) -> None:
-        """Notes that a chunk has been launched."""
-        sequence, count = chunk.sequence, len(chunk.token_ids)
-        self._cache.advance(chunk.slot, chunk.token_ids, prompt_complete=chunk.is_last)
-        self._budget -= count
-        self.counters.chunks += 1
-        self.counters.prompt_tokens += count
-        sequence.prefill_begun = True
-        sequence.remaining -= count
-        if not chunk.is_last:
-            self._prefilling.push(sequence)
-            return
-        self._prefilling.discard(sequence)
-        sequence.encoded = None
-        sequence.in_flight += 1
-        sequence.num_left -= 1
-        self._slots.sampled(sequence)
-        self._sampled_now.append(chunk.slot)
-        self._waiting.prompt_computed(sequence)
-
-    def next_decode(self) -> dict[int, SequenceT]:
-        """By slot, the sequences that take one more token in this step.
-
-        That is everything whose tokens are launched, but for those whose last chunk is of this
-        step. Where pages are short, the youngest lose their slots first.
-
-        Raises:
-            SequenceOutOfPagesError: the only sequence left cannot have its next row.
-        """
-        while True:
-            batch = self._slots.decoding.copy()
-            # Their first token is known at the end of the next step, in time for the cache.
-            for slot in self._sampled_now:
-                batch.pop(slot, None)
-            if not batch or self._cache.can_prepare(dict.fromkeys(batch, 1)):
-                return batch
-            self._make_room(self._slots.taken[next(iter(batch))])
-
-    def launched_decode(self, batch: Mapping[int, SequenceT]) -> None:
-        """Notes that a decode step has been launched."""
-        self.counters.decoded_tokens += len(batch)
-        for slot, sequence in batch.items():
-            if not sequence.in_flight:
-                # Known already, as by an owner that waits for every result.
-                self._cache.advance(slot, sequence.output_ids[-1:])
-            sequence.in_flight += 1
-            sequence.num_left -= 1
-            if not sequence.num_left:
-                self._slots.sampled(sequence)
-
-    def confirm(self, sequence: SequenceT, token: int) -> bool:
-        """Notes the result of a launch, in the order of launches.
+        First the chunks of prompts, then one more token of everything whose tokens are launched,
+        but for those whose last chunk is of this step. Where pages are short, the youngest lose
+        their slots first. A plan is to be run before the next is asked for, which may use the rows
+        that it writes.
 
         Returns:
-            Whether it counts: the sequence has not ended meanwhile.
+            The plan. None ends the step: the next call begins another.
 
         Raises:
-            ValueError: nothing is in flight for this sequence.
+            SequenceOutOfPagesError: a sequence fits nowhere. Once it is finished, the step goes on.
         """
-        if sequence not in self._sequences:
-            self.counters.dropped_results += 1
-            return False
-        if not sequence.in_flight:
-            raise ValueError(f"nothing is launched of sequence {sequence.number}")
-        sequence.in_flight -= 1
-        sequence.num_tokens += 1
-        if sequence.in_flight and sequence.slot is not None:
-            # Its row has been launched with the choice of the next.
-            self._cache.advance(sequence.slot, [token])
-        return True
+        if self._stage is _Stage.BETWEEN_STEPS:
+            self._begin_step()
+        if self._stage is _Stage.PREFILL:
+            chunk = self._next_chunk()
+            if chunk is not None:
+                self._launch_chunk(chunk)
+                return chunk
+            self._stage = _Stage.DECODE
+        if self._stage is _Stage.DECODE:
+            batch = self._next_batch()
+            self._stage = _Stage.BETWEEN_STEPS if batch is None else _Stage.END
+            if batch is not None:
+                self._launch_batch(batch)
+            return batch
+        self._stage = _Stage.BETWEEN_STEPS
+        return None
+
+    def process[Result: StepResult](self, results: abc.Sequence[Result]) -> list[Result]:
+        """Takes the results of a launch, in the order of launches.
+
+        Returns:
+            Those that count, since their sequences have not ended meanwhile. Their tokens are to be
+            appended to `output_ids`.
+
+        Raises:
+            ValueError: nothing is in flight for a sequence with a token.
+        """
+        return [result for result in results if self._confirm(result.sequence, result.token)]
 
     def finish(self, sequence: SequenceT) -> CacheCounters:
         """Ends a sequence, wherever it stands; what the cache did for it, what it found of its own
@@ -306,6 +227,111 @@ class Scheduler[SequenceT: Sequence]:
             check_sequence(sequence, self._cache)
         assert 0 <= self._budget <= self._max_num_batched_tokens, f"{self._budget} tokens left"
 
+    def _begin_step(self) -> None:
+        self.counters.steps += 1
+        self._budget = self._max_num_batched_tokens
+        self._sampled_now.clear()
+        self._waiting.look_up(self._cache.num_cached, self._prefilling.first())
+        self._stage = _Stage.PREFILL
+
+    def _next_chunk(self) -> PrefillChunk[SequenceT] | None:
+        """The next chunk, or None if this step has no more. Opens the sequence if it has no slot.
+
+        Raises:
+            SequenceOutOfPagesError: the sequence whose turn it is does not fit, and nothing runs.
+        """
+        self._open_next()
+        while (sequence := self._prefilling.first()) is not None:
+            count = self._chunk_tokens(sequence.remaining)
+            if count > self._budget:
+                return None
+            assert sequence.slot is not None and sequence.encoded is not None
+            if self._cache.can_prepare({sequence.slot: count}):
+                return PrefillChunk(
+                    sequence,
+                    sequence.slot,
+                    sequence.num_rows,
+                    list(sequence.encoded[sequence.num_rows : sequence.num_rows + count]),
+                    is_first=not sequence.prefill_begun,
+                    is_last=count == sequence.remaining,
+                )
+            self._make_room(sequence)
+        return None
+
+    def _launch_chunk(self, chunk: PrefillChunk[SequenceT]) -> None:
+        """Readies the cache for a chunk, and notes that it is launched.
+
+        Raises:
+            SequenceOutOfPagesError: its pages cannot be had. Other sequences are as they were.
+        """
+        sequence, count = chunk.sequence, len(chunk.token_ids)
+        try:
+            self._cache.prepare({chunk.slot: count}, staging=True)
+        except OutOfPagesError as error:
+            raise SequenceOutOfPagesError(sequence, str(error)) from error
+        self._cache.advance(chunk.slot, chunk.token_ids, prompt_complete=chunk.is_last)
+        self._budget -= count
+        self.counters.chunks += 1
+        self.counters.prompt_tokens += count
+        sequence.prefill_begun = True
+        sequence.remaining -= count
+        if not chunk.is_last:
+            self._prefilling.push(sequence)
+            return
+        self._prefilling.discard(sequence)
+        sequence.encoded = None
+        sequence.in_flight += 1
+        sequence.num_left -= 1
+        self._slots.sampled(sequence)
+        self._sampled_now.append(chunk.slot)
+        self._waiting.prompt_computed(sequence)
+
+    def _next_batch(self) -> DecodeBatch[SequenceT] | None:
+        """The sequences that take one more token in this step, or None if there are none.
+
+        Raises:
+            SequenceOutOfPagesError: the only sequence left cannot have its next row.
+        """
+        while True:
+            batch = self._slots.decoding.copy()
+            # Their first token is known at the end of the next step, in time for the cache.
+            for slot in self._sampled_now:
+                batch.pop(slot, None)
+            if not batch:
+                return None
+            if self._cache.can_prepare(dict.fromkeys(batch, 1)):
+                return DecodeBatch(batch)
+            self._make_room(self._slots.taken[next(iter(batch))])
+
+    def _launch_batch(self, batch: DecodeBatch[SequenceT]) -> None:
+        """Readies the cache for a decode step, and notes that it is launched."""
+        self._cache.prepare(dict.fromkeys(batch.sequences, 1))
+        self.counters.decoded_tokens += len(batch.sequences)
+        for slot, sequence in batch.sequences.items():
+            if not sequence.in_flight:
+                # Known already, as by an owner that waits for every result.
+                self._cache.advance(slot, sequence.output_ids[-1:])
+            sequence.in_flight += 1
+            sequence.num_left -= 1
+            if not sequence.num_left:
+                self._slots.sampled(sequence)
+
+    def _confirm(self, sequence: SequenceT, token: int | None) -> bool:
+        """Notes a result; whether it counts."""
+        if sequence not in self._sequences:
+            self.counters.dropped_results += token is not None
+            return False
+        if token is None:
+            return True
+        if not sequence.in_flight:
+            raise ValueError(f"nothing is launched of sequence {sequence.number}")
+        sequence.in_flight -= 1
+        sequence.num_tokens += 1
+        if sequence.in_flight and sequence.slot is not None:
+            # Its row has been launched with the sampling of the next.
+            self._cache.advance(sequence.slot, [token])
+        return True
+
     def _open_next(self) -> None:
         """Opens the best sequence without a slot, if it is its turn, and there is room for it."""
         slot, sequence = self._slots.next_free, self._waiting.next_to_open(self._prefilling.first())
@@ -328,7 +354,7 @@ class Scheduler[SequenceT: Sequence]:
             )
         except OutOfPagesError as error:
             if not len(self._slots):
-                raise SequenceOutOfPagesError(sequence, len(tokens), str(error)) from error
+                raise does_not_fit(sequence, len(tokens), str(error)) from error
             self.counters.refused += 1
             self._waiting.refuse(sequence, error.missing)
             return
@@ -369,7 +395,7 @@ class Scheduler[SequenceT: Sequence]:
             return
         sequence = self._slots.youngest()
         if sequence is None:
-            raise SequenceOutOfPagesError(needy, needy.num_rows + 1, "one more row")
+            raise does_not_fit(needy, needy.num_rows + 1, "one more row")
         self._close(sequence, preempted=True)
         self._waiting.preempt(sequence)
         self.counters.preempted += 1

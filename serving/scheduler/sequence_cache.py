@@ -45,10 +45,22 @@ class SequenceCache(Protocol):
         """Whether a step that appends these rows, by slot, finds its pages."""
         ...
 
+    def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
+        """Readies pages and device for a step that appends these rows, by slot.
+
+        Args:
+            rows: how many rows it appends, by slot.
+            staging: whether it is a prefill.
+
+        Raises:
+            OutOfPagesError: the pages cannot be had.
+        """
+        ...
+
     def advance(
         self, slot: int, token_ids: Sequence[int], *, prompt_complete: bool = False
     ) -> None:
-        """Notes the tokens of the next rows, which have been launched."""
+        """Notes the tokens of the next rows, for which it is prepared."""
         ...
 
     def reserved_pages(self, slot: int) -> int:

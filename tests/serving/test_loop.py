@@ -131,7 +131,8 @@ def test_waiting_for_a_loop_that_is_stepped(
     with pytest.raises(TimeoutError):
         stream.result(timeout=0)
     run(stepped, stream)
-    assert not caplog.records
+    # Not those of programs that take long to compile.
+    assert not [record for record in caplog.records if record.name == "serving.loop"]
 
 
 def test_many_threads(loop: ServingLoop, expected: list[list[int]]) -> None:

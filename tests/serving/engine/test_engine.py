@@ -1,20 +1,19 @@
 """The engine's loop: results that come late, preemption, errors, and ends in every state."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcache import OutOfPagesError
+from kvcache import KVCache, OutOfPagesError
 from kvcache.prefix.tree import encode_tokens
 from serving.engine.engine import Engine
 from serving.engine.model_runner import ModelRunner
 from serving.requests.outputs import RequestOutput
 from serving.requests.request import Request
 from serving.requests.sampling_params import SamplingParams
-from serving.scheduler import PrefillChunk
 from tests.helpers.toy_engine import PAGES, assert_idle, finish, request, tokens, toy_options
 
 pytestmark = pytest.mark.compiles
@@ -204,14 +203,15 @@ def test_an_error_before_the_launch(engine: Engine, monkeypatch: pytest.MonkeyPa
     good = [request(engine, f"{seed}", tokens(seed, 40)) for seed in (50, 51)]
     alone = [ids(output) for output in finish(engine, *good)]
     bad = request(engine, "bad", tokens(52, 40), n=2)
-    prepare = ModelRunner.prepare_prefill
+    prepare = KVCache.prepare
 
-    def failing(self: ModelRunner, chunk: PrefillChunk) -> None:
-        if chunk.sequence is bad.sequences[0] and chunk.start:
+    def failing(self: KVCache, rows: Mapping[int, int], *, staging: bool = False) -> None:
+        slot = bad.sequences[0].slot
+        if staging and slot is not None and slot in rows and self.length(slot) > 0:
             raise OutOfPagesError("no place for its pages")
-        prepare(self, chunk)
+        prepare(self, rows, staging=staging)
 
-    monkeypatch.setattr(ModelRunner, "prepare_prefill", failing)
+    monkeypatch.setattr(KVCache, "prepare", failing)
     again = [request(engine, f"{seed}", tokens(seed, 40)) for seed in (50, 51)]
     failed, *outputs = finish(engine, bad, *again)
     assert failed.error == "no place for its pages"

@@ -7,11 +7,18 @@ import dataclasses
 import itertools
 import random
 from collections import abc
-from collections.abc import Callable, Mapping
-from typing import Protocol, override
+from typing import NamedTuple, Protocol, override
 
 from kvcache import CacheCounters
-from serving.scheduler import Scheduler, Sequence, SequenceCache, SequenceOutOfPagesError
+from serving.scheduler import (
+    DecodeBatch,
+    Plan,
+    PrefillChunk,
+    Scheduler,
+    Sequence,
+    SequenceCache,
+    SequenceOutOfPagesError,
+)
 
 STOP_TOKEN = 0
 VOCABULARY = 41
@@ -59,10 +66,15 @@ class ToySequence(Sequence):
         return self.aborted or self.failed or stopped or super().finished
 
 
-class EngineCache(SequenceCache, Protocol):
-    """A cache with what an engine uses of it besides."""
+class Sampled(NamedTuple):
+    """A token that a launch sampled."""
 
-    def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None: ...
+    sequence: ToySequence
+    token: int
+
+
+class EngineCache(SequenceCache, Protocol):
+    """A cache that proves its integrity."""
 
     def check_integrity(self) -> None: ...
 
@@ -131,38 +143,20 @@ class MockEngine:
     ) -> None:
         self.cache, self.rows, self.scheduler = cache, rows, scheduler
         self.pipelined = pipelined
-        self.in_flight: list[tuple[ToySequence, int]] = []
+        self.in_flight: list[Sampled] = []
         self._last_tokens: dict[int, int] = {}
         self._values: dict[int, list[int]] = {}  # what the rows of each slot are to hold
         self._random = random.Random(0)
 
     def step(self) -> Step:
         """Launches a step, and processes the results of the one before."""
-        step, results = Step(), []
-        self.scheduler.start_step()
-        while (chunk := self._plan(self.scheduler.next_prefill, step)) is not None:
-            known = chunk.sequence.token_ids + chunk.sequence.output_ids
-            end = chunk.start + len(chunk.token_ids)
-            assert chunk.token_ids == known[chunk.start : end], "other tokens than the sequence's"
-            assert chunk.is_last == (end == len(known)), f"{end} of {len(known)} tokens computed"
-            if chunk.is_first:
-                self._values[chunk.slot] = values_of(known[: chunk.start])
-            self.cache.prepare({chunk.slot: len(chunk.token_ids)}, staging=True)
-            self.rows.begin_launch()
-            self._append(chunk.slot, chunk.token_ids, check_all=chunk.is_first)
-            step.chunks.append((chunk.sequence, range(chunk.start, end)))
-            self.scheduler.advance(chunk)
-            if chunk.is_last:
-                results.append((chunk.sequence, self._last_tokens[chunk.slot]))
-        batch = self._plan(self.scheduler.next_decode, step) or {}
-        if batch:
-            self.cache.prepare(dict.fromkeys(batch, 1))
-            self.rows.begin_launch()
-        for slot, sequence in batch.items():
-            self._append(slot, [self._last_tokens[slot]])
-            results.append((sequence, self._last_tokens[slot]))
-            step.decoded[slot] = sequence
-        self.scheduler.launched_decode(batch)
+        step, results = Step(), list[Sampled]()
+        while (plan := self._schedule(step)) is not None:
+            match plan:
+                case PrefillChunk():
+                    results += self._run_chunk(plan, step)
+                case DecodeBatch():
+                    results += self._run_batch(plan, step)
         if self.pipelined:
             results, self.in_flight = self.in_flight, results
         self._process(results)
@@ -172,27 +166,52 @@ class MockEngine:
         """Takes a sequence from the scheduler."""
         sequence.total = self.scheduler.finish(sequence)
 
-    def _plan[Planned](self, plan: Callable[[], Planned], step: Step) -> Planned:
+    def _schedule(self, step: Step) -> Plan[ToySequence] | None:
         """Asks the scheduler; a sequence that fits nowhere fails, and it is asked again."""
         while True:
             before = set(self.scheduler.running.values())
             try:
-                planned = plan()
+                plan = self.scheduler.schedule()
             except SequenceOutOfPagesError as error:
                 assert isinstance(error.sequence, ToySequence)
                 error.sequence.failed = True
                 self.end(error.sequence)
                 step.failed.append(error.sequence)
                 continue
-            for sequence in self.scheduler.running.values():
-                if sequence not in before:
-                    step.opened.append(sequence)
-            return planned
+            running = self.scheduler.running.values()
+            step.opened += [sequence for sequence in running if sequence not in before]
+            return plan
+
+    def _run_chunk(self, chunk: PrefillChunk[ToySequence], step: Step) -> list[Sampled]:
+        """Appends a chunk."""
+        known = chunk.sequence.token_ids + chunk.sequence.output_ids
+        end = chunk.start + len(chunk.token_ids)
+        assert chunk.token_ids == known[chunk.start : end], "other tokens than the sequence's"
+        assert chunk.is_last == (end == len(known)), f"{end} of {len(known)} tokens computed"
+        if chunk.is_first:
+            self._values[chunk.slot] = values_of(known[: chunk.start])
+        self.rows.begin_launch()
+        self._append(chunk.slot, chunk.token_ids, check_all=chunk.is_first)
+        step.chunks.append((chunk.sequence, range(chunk.start, end)))
+        token = self._last_tokens[chunk.slot]
+        return [Sampled(chunk.sequence, token)] if chunk.is_last else []
+
+    def _run_batch(self, batch: DecodeBatch[ToySequence], step: Step) -> list[Sampled]:
+        """Appends a token to each sequence."""
+        self.rows.begin_launch()
+        results = []
+        for slot, sequence in batch.sequences.items():
+            self._append(slot, [self._last_tokens[slot]])
+            results.append(Sampled(sequence, self._last_tokens[slot]))
+            step.decoded[slot] = sequence
+        return results
 
     def _append(self, slot: int, token_ids: abc.Sequence[int], *, check_all: bool = False) -> None:
         values = self._values[slot]
         start = len(values)
-        assert start == self.cache.length(slot), f"slot {slot} has {start} rows"
+        # Tokens that are known count from when their launch is planned, others from their result.
+        length = self.cache.length(slot)
+        assert length in (start, start + len(token_ids)), f"slot {slot} has {start} rows"
         checked = range(start) if check_all else {self._random.randrange(start), start - 1}
         for position in checked:
             value = self.rows.read_row(slot, position)
@@ -202,9 +221,8 @@ class MockEngine:
             self.rows.write_row(slot, position, values[-1])
         self._last_tokens[slot] = chosen_token(values[-1])
 
-    def _process(self, results: abc.Sequence[tuple[ToySequence, int]]) -> None:
-        for sequence, token in results:
-            if self.scheduler.confirm(sequence, token):
-                sequence.output_ids.append(token)
-                if sequence.finished:
-                    self.end(sequence)
+    def _process(self, results: abc.Sequence[Sampled]) -> None:
+        for sequence, token in self.scheduler.process(results):
+            sequence.output_ids.append(token)
+            if sequence.finished:
+                self.end(sequence)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from kvcache import EncodedTokens
-from serving.scheduler import PrefillChunk, Scheduler, SequenceOutOfPagesError
+from serving.scheduler import DecodeBatch, PrefillChunk, Scheduler, SequenceOutOfPagesError
 from tests.serving.scheduler.fake_cache import FakeCache
 from tests.serving.scheduler.mock_engine import (
     MockEngine,
     RowsOfSlots,
+    Sampled,
     ToySequence,
     expected_output,
 )
@@ -404,8 +405,7 @@ def test_one_that_outgrows_the_cache_fails_alone() -> None:
     assert other.finished and late.finished
     with pytest.raises(SequenceOutOfPagesError, match="device_pages or host_memory_gib"):
         add(run, prompt(100))
-        run.scheduler.start_step()
-        run.scheduler.next_prefill()
+        run.scheduler.schedule()
 
 
 def test_max_tokens_is_known_ahead_and_a_stop_token_is_not() -> None:
@@ -448,14 +448,17 @@ def test_an_abort_in_any_state(after_steps: int) -> None:
         run.scheduler.finish(sequences[0])
 
 
-def test_a_chunk_stays_until_it_is_launched() -> None:
-    """Catches a plan that counts what has not been launched."""
+def test_a_step_ends() -> None:
+    """Catches a step that goes on without end, and one that begins with what is left of another."""
     run = engine()
-    add(run, prompt(12))
-    run.scheduler.start_step()
-    chunk = run.scheduler.next_prefill()
-    assert isinstance(chunk, PrefillChunk) and chunk == run.scheduler.next_prefill()
-    assert (chunk.start, chunk.is_first, chunk.is_last) == (0, True, False)
+    add(run, prompt(20))
+    plans = [run.scheduler.schedule() for _ in range(6)]
+    starts = [plan.start if isinstance(plan, PrefillChunk) else plan for plan in plans]
+    assert starts == [0, None, 8, None, 16, None]
+    assert run.scheduler.counters.steps == 3
+    batch = run.scheduler.schedule()
+    assert isinstance(batch, DecodeBatch) and list(batch.sequences) == [0]
+    assert run.scheduler.schedule() is None
 
 
 def test_what_cannot_be_added() -> None:
@@ -473,6 +476,6 @@ def test_what_cannot_be_added() -> None:
         with pytest.raises(ValueError):
             run.scheduler.add(wrong)
     with pytest.raises(ValueError, match="nothing is launched"):
-        run.scheduler.confirm(sequence, 1)
+        run.scheduler.process([Sampled(sequence, 1)])
     with pytest.raises(ValueError, match="max_num_seqs must be positive, got 0"):
         engine(max_num_seqs=0)
