@@ -17,16 +17,9 @@ from glm53.tokenizer import Tokenizer
 from kvcache import CacheCounters
 from serving.engine.metrics import LoopMetrics
 from serving.engine.shared_engine import OnError, SharedEngine, dereference
-from serving.options.engine_options import (
-    BUILT_IN_MODEL,
-    MEMORY_FRACTION,
-    ActivationQuantization,
-    CacheDType,
-    DType,
-    EngineOptions,
-    KVPolicy,
-)
+from serving.options.engine_options import LLMOptions
 from serving.options.other_names import ENGINE_NAMES, explain_unknown_names
+from serving.options.unpack_options import unpack_options
 from serving.requests.input_processor import (
     Params,
     Prompt,
@@ -51,22 +44,7 @@ class LLM:
     closes itself. In a forked child every use but `close` raises a RuntimeError.
 
     Args:
-        model: this and the others up to `memory_fraction` are those of `EngineOptions`.
-        dtype: of activations and unquantised weights.
-        kv_cache_dtype: of cached rows.
-        max_model_len: longest prompt and output together, in tokens.
-        latent_norm_eps: epsilon of the latent norms.
-        activation_quantization: of matrix products with FP8 weights.
-        tensor_parallel_size: devices to shard the model and the store over.
-        max_num_seqs: most sequences that decode together.
-        max_num_batched_tokens: most prompt tokens of one step.
-        enable_prefix_caching: whether prompts continue from rows of requests that are done.
-        device_pages: pages of the store on the devices.
-        host_memory_gib: host memory for pages that the devices have no room for.
-        kv_policy: "hybrid", "resident" or "swap".
-        row_cache_rows: rows of pages in host memory that a sequence keeps on each device.
-        memory_fraction: share of each device's memory for weights and store.
-        warm_up: compile everything now, rather than each part when it is first used.
+        model: this and all others: see `EngineOptions`, and `LLMOptions` for `warm_up`.
 
     Attributes:
         config: the model's configuration.
@@ -81,44 +59,9 @@ class LLM:
         ValueError: an argument is refused; the message names it.
     """
 
-    def __init__(
-        self,
-        model: str | Path = BUILT_IN_MODEL,
-        *,
-        dtype: DType = "auto",
-        kv_cache_dtype: CacheDType = "auto",
-        max_model_len: int | None = None,
-        latent_norm_eps: float | None = None,
-        activation_quantization: ActivationQuantization = "auto",
-        tensor_parallel_size: int = 1,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        device_pages: int | None = None,
-        host_memory_gib: float | int | None = None,
-        kv_policy: KVPolicy = "hybrid",
-        row_cache_rows: int | None = None,
-        memory_fraction: float | int = MEMORY_FRACTION,
-        warm_up: bool = False,
-    ) -> None:
-        options = EngineOptions(
-            model=model,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len,
-            latent_norm_eps=latent_norm_eps,
-            activation_quantization=activation_quantization,
-            tensor_parallel_size=tensor_parallel_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            device_pages=device_pages,
-            host_memory_gib=host_memory_gib,
-            kv_policy=kv_policy,
-            row_cache_rows=row_cache_rows,
-            memory_fraction=memory_fraction,
-        )
-        self._shared = SharedEngine(options, warm_up=warm_up)
+    @unpack_options(LLMOptions)
+    def __init__(self, options: LLMOptions) -> None:
+        self._shared = SharedEngine(options, warm_up=options.warm_up)
         self._engine = self._shared.engine
         self.config, self.max_model_len = self._engine.config, self._engine.max_model_len
         self.tokenizer = self._engine.tokenizer

@@ -30,8 +30,12 @@ from glm53.model.sharding import make_mesh, parameter_shardings
 from glm53.model.steps import PrefillBatch, Steps
 from kvcache import KVGeometry, KVStore, SequenceState
 from scripts.aot.aot import CompileReport, Loop, compile_for_h200
-from serving.options.engine_options import MEMORY_FRACTION, resolve_numerics
-from serving.options.store_options import StoreOptions, resolve_geometry
+from serving.options.engine_options import (
+    MEMORY_FRACTION,
+    EngineOptions,
+    resolve_numerics,
+)
+from serving.options.store_options import resolve_geometry
 
 NUM_DEVICES = 8
 DEVICE_BYTES = 140 << 30
@@ -134,14 +138,8 @@ def node_geometry(config: GLMConfig, batch: int, with_mtp: bool = True) -> KVGeo
     weights = sum(map(local_bytes, jax.tree.leaves(abstract_parameters(whole, mesh))))
     free = int(DEVICE_BYTES * MEMORY_FRACTION) - weights
     device_pages, _ = one_page(whole).pages_within(NUM_DEVICES * free, HOST_GIB << 30)
-    options = StoreOptions(
-        device_pages=device_pages,
-        host_memory_gib=HOST_GIB,
-        kv_policy="hybrid",
-        row_cache_rows=None,
-        memory_fraction=MEMORY_FRACTION,
-    )
-    geometry = resolve_geometry(one_page(whole), options, mesh, config.index_topk)
+    options = EngineOptions(device_pages=device_pages, host_memory_gib=HOST_GIB)
+    geometry = resolve_geometry(one_page(whole), options, 0, mesh, config.index_topk)
     return dataclasses.replace(geometry, group_layers=one_page(config).group_layers)
 
 

@@ -31,7 +31,14 @@ from serving.options.engine_options import (
     resolve_row_kind,
 )
 from serving.options.plain_values import plain_value
-from serving.options.store_options import StoreOptions, max_step_rows, resolve_geometry
+from serving.options.store_options import (
+    check_store_options,
+    free_host_memory,
+    max_step_rows,
+    page_options,
+    reserve_for_store,
+    resolve_geometry,
+)
 from serving.requests.generation_config import GenerationConfig
 from serving.requests.input_processor import InputProcessor
 from serving.requests.outputs import TokenTexts
@@ -75,9 +82,9 @@ class Engine:
     def __init__(self, options: EngineOptions, *, warm_up: bool = False) -> None:
         warm_up = plain_value(warm_up)
         check_flag("warm_up", warm_up)
-        store_options = StoreOptions.of(options)
-        path = model_path(options.model)
-        store_options.reserve_host_memory()
+        check_store_options(options)
+        path, free_host_bytes = model_path(options.model), free_host_memory()
+        reserve_for_store(options, free_host_bytes)
         mesh = make_mesh(options.tensor_parallel_size)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         config = read_config(path)
@@ -99,7 +106,7 @@ class Engine:
         generation_config = GenerationConfig.from_dir(path, config.vocab_size)
         keep_compiled_programs()
         params = load_checkpoint(path, self.config, mesh, use_tqdm=True)
-        geometry = resolve_geometry(one_page, store_options, mesh, config.index_topk)
+        geometry = resolve_geometry(one_page, options, free_host_bytes, mesh, config.index_topk)
         batched_tokens = resolve_batched_tokens(options.max_num_batched_tokens, on_cpu)
         with explained_out_of_memory(options, geometry, config.vocab_size, on_cpu=on_cpu):
             self.runner = ModelRunner(
@@ -121,7 +128,7 @@ class Engine:
             device_pages=geometry.device_pages,
             # With "swap" the pages of what runs are all on the devices.
             host_pages=0 if options.kv_policy == "swap" else geometry.host_pages,
-            page_options=store_options.page_options,
+            page_options=page_options(options),
             enable_prefix_caching=options.enable_prefix_caching,
         )
         self._transfer = PrefixTransfer(self.runner)

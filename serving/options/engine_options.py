@@ -24,35 +24,41 @@ _BATCHED_TOKENS, _BATCHED_TOKENS_ON_CPU = 8192, 512
 
 
 @explain_unknown_names(ENGINE_NAMES)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class EngineOptions:
     """Options with which an engine runs a model.
 
+    They are written here once: `LLM` takes them as keyword arguments, and the command line as flags
+    with the texts below.
+
     Attributes:
         model: "tiny", which is built in, or a checkpoint directory.
-        dtype: "float32" or "bfloat16" for activations and unquantised weights. "auto" is the
+        dtype: "float32" or "bfloat16" for activations and unquantised weights; "auto" is the
             checkpoint's dtype, and float32 on a CPU, where bfloat16 is slower.
-        kv_cache_dtype: "float32", "bfloat16" or "fp8" for cached rows; "auto" is `dtype`.
+        kv_cache_dtype: "float32", "bfloat16" or "fp8" for cached rows; "auto" is the dtype of
+            activations.
         max_model_len: longest prompt and output together, in tokens; None is the model's limit.
-        latent_norm_eps: epsilon of the latent norms; None is the config's `rms_norm_eps`. Hugging
-            Face transformers computes with 1e-6.
-        activation_quantization: "none" or "fp8_1x128"; "auto" is fp8 for FP8 weights on a GPU.
+        latent_norm_eps: epsilon of the latent norms, with which Hugging Face transformers computes
+            as 1e-6; None is the config's rms_norm_eps.
+        activation_quantization: quantisation of the activations that FP8 weights multiply, "none"
+            or "fp8_1x128"; "auto" is fp8_1x128 for FP8 weights on a GPU, and none elsewhere.
         tensor_parallel_size: devices to shard the model and the store over.
         max_num_seqs: most sequences that decode together.
-        max_num_batched_tokens: most prompt tokens of one step: what a running sequence waits for at
-            most between two of its tokens. None is 8,192, and 512 on a CPU.
+        max_num_batched_tokens: most prompt tokens of one step, for which a running sequence waits
+            between two of its tokens; None is 8,192, and 512 on a CPU.
         enable_prefix_caching: keep the rows of requests that are done, and continue from them where
-            a prompt begins alike. No answer changes.
-        device_pages: pages of the store on the devices; None takes what fits.
-        host_memory_gib: host memory for pages that the devices have no room for; None takes half of
-            what is free, or 1 GiB on a CPU.
+            a prompt begins alike; no answer changes.
+        device_pages: pages of the store on the devices; None is as many as fit.
+        host_memory_gib: host memory for pages that the devices have no room for, in GiB; None is
+            half of what is free, and 1 on a CPU.
         kv_policy: "hybrid" moves pages to host memory when room on the devices runs short, and
             reads from there what a token selects; "resident" keeps every page on the devices;
             "swap" keeps every page of the sequences that run on the devices, and moves whole
             sequences to host memory and back.
-        row_cache_rows: rows of pages in host memory that a sequence keeps on each device; None is
-            four selections, as far as there is room. No size changes an answer. Only for "hybrid".
-        memory_fraction: share of each device's memory for weights and store. On a CPU the store
+        row_cache_rows: rows of pages in host memory that a sequence keeps on each device, with
+            "hybrid", where no number changes an answer; None is four selections, as far as there is
+            room.
+        memory_fraction: share of each device's memory for weights and store; on a CPU the store
             takes 1 GiB a device.
 
     Raises:
@@ -63,6 +69,7 @@ class EngineOptions:
     """
 
     model: str | Path = BUILT_IN_MODEL
+    _: dataclasses.KW_ONLY
     dtype: DType = "auto"
     kv_cache_dtype: CacheDType = "auto"
     max_model_len: int | None = None
@@ -90,6 +97,17 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LLMOptions(EngineOptions):
+    """Options of an `LLM`: those of its engine, and when it compiles.
+
+    Attributes:
+        warm_up: compile everything at once, rather than each part when it is first used.
+    """
+
+    warm_up: bool = False
 
 
 def resolve_batched_tokens(max_num_batched_tokens: int | None, on_cpu: bool) -> int:

@@ -36,75 +36,60 @@ MIN_DEVICE_PAGES = 4
 """With a host tier: two newest pages of a sequence, and two for its next step."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreOptions:
-    """Sizes that a caller chose; None is what fits.
-
-    Attributes:
-        device_pages: pages on the devices.
-        host_memory_gib: host memory for pages that leave the devices, all devices together.
-        kv_policy: see `EngineOptions`.
-        row_cache_rows: rows of such pages that a sequence keeps on each device.
-        memory_fraction: share of each device's memory for weights and store.
-        free_host_bytes: host memory that is free before the weights are read.
+def check_store_options(options: EngineOptions) -> None:
+    """Refuses options of the store that no model and no machine could have.
 
     Raises:
         ValueError: an option is refused; the message names it.
     """
-
-    device_pages: int | None
-    host_memory_gib: float | int | None
-    kv_policy: KVPolicy
-    row_cache_rows: int | None
-    memory_fraction: float | int
-    free_host_bytes: int = dataclasses.field(default_factory=lambda: _free_host_bytes())
-
-    def __post_init__(self) -> None:
-        for name in ("device_pages", "row_cache_rows"):
-            value = getattr(self, name)
-            if value is not None:
-                check_count(name, value)
-        if self.kv_policy not in (policies := get_args(KVPolicy)):
-            raise ValueError(f"kv_policy must be one of {policies}, got {self.kv_policy!r}")
-        _check_number("memory_fraction", self.memory_fraction, 0, 1)
-        if self.host_memory_gib is not None:
-            _check_number("host_memory_gib", self.host_memory_gib, 0, _MAX_HOST_GIB)
-        for name, policies in (
-            ("host_memory_gib", ["resident"]),
-            ("row_cache_rows", _WITHOUT_ROW_CACHE),
-        ):
-            value = getattr(self, name)
-            if value is not None and self.kv_policy in policies:
-                raise ValueError(f"{name} {value} has no use with kv_policy {self.kv_policy!r}")
-        if self.row_cache_rows is not None and self.row_cache_rows > MAX_ROW_CACHE_ROWS:
-            raise ValueError(
-                f"row_cache_rows must be at most {MAX_ROW_CACHE_ROWS}, got {self.row_cache_rows}"
-            )
-
-    @classmethod
-    def of(cls, options: EngineOptions) -> "StoreOptions":
-        """The part of an engine's options that concerns the store, and memory as it is now."""
-        return cls(
-            device_pages=options.device_pages,
-            host_memory_gib=options.host_memory_gib,
-            kv_policy=options.kv_policy,
-            row_cache_rows=options.row_cache_rows,
-            memory_fraction=options.memory_fraction,
+    for name in ("device_pages", "row_cache_rows"):
+        value = getattr(options, name)
+        if value is not None:
+            check_count(name, value)
+    if options.kv_policy not in (policies := get_args(KVPolicy)):
+        raise ValueError(f"kv_policy must be one of {policies}, got {options.kv_policy!r}")
+    _check_number("memory_fraction", options.memory_fraction, 0, 1)
+    if options.host_memory_gib is not None:
+        _check_number("host_memory_gib", options.host_memory_gib, 0, _MAX_HOST_GIB)
+    for name, policies in (
+        ("host_memory_gib", ["resident"]),
+        ("row_cache_rows", _WITHOUT_ROW_CACHE),
+    ):
+        value = getattr(options, name)
+        if value is not None and options.kv_policy in policies:
+            raise ValueError(f"{name} {value} has no use with kv_policy {options.kv_policy!r}")
+    if options.row_cache_rows is not None and options.row_cache_rows > MAX_ROW_CACHE_ROWS:
+        raise ValueError(
+            f"row_cache_rows must be at most {MAX_ROW_CACHE_ROWS}, got {options.row_cache_rows}"
         )
 
-    @property
-    def page_options(self) -> str:
-        """The options that give a request more pages, for messages."""
-        return "device_pages or host_memory_gib" if self.kv_policy == "hybrid" else "device_pages"
 
-    def reserve_host_memory(self) -> None:
-        """Has jax pin as much host memory as the store may take, which it does only if it uses no
-        device yet."""
-        reserve_host_memory(_host_bytes(self, on_cpu=False))
+def page_options(options: EngineOptions) -> str:
+    """The options that give a request more pages, for messages."""
+    return "device_pages or host_memory_gib" if options.kv_policy == "hybrid" else "device_pages"
+
+
+def reserve_for_store(options: EngineOptions, free_host_bytes: int) -> None:
+    """Has jax pin as much host memory as the store may take, which it does only if it uses no
+    device yet."""
+    reserve_host_memory(_host_bytes(options, free_host_bytes, on_cpu=False))
+
+
+def free_host_memory() -> int:
+    """Bytes of host memory that are free or would be given back by the system's caches; 0 where
+    they are not reported."""
+    if not _MEMORY_INFO.is_file():
+        return 0
+    lines = _MEMORY_INFO.read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(_FREE)), 0)
 
 
 def resolve_geometry(
-    one_page: KVGeometry, options: StoreOptions, mesh: Mesh, index_topk: int
+    one_page: KVGeometry,
+    options: EngineOptions,
+    free_host_bytes: int,
+    mesh: Mesh,
+    index_topk: int,
 ) -> KVGeometry:
     """The store's sizes.
 
@@ -114,6 +99,7 @@ def resolve_geometry(
     Args:
         one_page: the store with one page.
         options: what the caller chose.
+        free_host_bytes: host memory that was free before the weights were read.
         mesh: where the store lies; weights are there already.
         index_topk: rows that a token selects.
 
@@ -128,7 +114,7 @@ def resolve_geometry(
     on_cpu = platform == "cpu"
     if options.kv_policy != "resident" and not on_cpu:
         _check_kernels(one_page, platform, options.kv_policy)
-    host_bytes = _host_bytes(options, on_cpu)
+    host_bytes = _host_bytes(options, free_host_bytes, on_cpu)
     if options.host_memory_gib is None and not on_cpu and host_bytes > pinnable_bytes():
         host_bytes = pinnable_bytes()
         logger.warning(
@@ -185,7 +171,7 @@ def resolve_geometry(
 
 
 def _fitting_pages(
-    one_page: KVGeometry, options: StoreOptions, device_bytes: int, host_bytes: int, more: str
+    one_page: KVGeometry, options: EngineOptions, device_bytes: int, host_bytes: int, more: str
 ) -> tuple[int, int]:
     """Device and host pages for which there is memory, as far as all sequences can use them.
 
@@ -288,23 +274,14 @@ def _check_kernels(geometry: KVGeometry, platform: str, policy: KVPolicy) -> Non
         )
 
 
-def _host_bytes(options: StoreOptions, on_cpu: bool) -> int:
+def _host_bytes(options: EngineOptions, free_host_bytes: int, on_cpu: bool) -> int:
     if options.kv_policy == "resident":
         return 0
     if options.host_memory_gib is not None:
         return int(options.host_memory_gib * 2**30)
     if on_cpu:
         return _CPU_BYTES
-    return int(options.free_host_bytes * _HOST_SHARE)
-
-
-def _free_host_bytes() -> int:
-    """Memory that is free or would be given back by the system's caches; 0 where it is not
-    reported."""
-    if not _MEMORY_INFO.is_file():
-        return 0
-    lines = _MEMORY_INFO.read_text().splitlines()
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(_FREE)), 0)
+    return int(free_host_bytes * _HOST_SHARE)
 
 
 def _free_bytes(device: Any, memory_fraction: float | int) -> int:

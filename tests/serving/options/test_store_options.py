@@ -13,8 +13,14 @@ from glm53.model.presets import preset
 from kvcache import KVGeometry
 from pallas_kernels.common.host_memory import LIMIT_VARIABLE
 from pallas_kernels.common.row_format import RowKind
-from serving.options.engine_options import MEMORY_FRACTION
-from serving.options.store_options import MIN_DEVICE_PAGES, StoreOptions, resolve_geometry
+from serving.options.engine_options import MEMORY_FRACTION, EngineOptions
+from serving.options.store_options import (
+    MIN_DEVICE_PAGES,
+    check_store_options,
+    free_host_memory,
+    reserve_for_store,
+    resolve_geometry,
+)
 
 
 def resolve(
@@ -41,9 +47,9 @@ def resolve(
         stats["bytes_in_use"] = int(stats["bytes_limit"] * MEMORY_FRACTION) - bytes_free
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     mesh: Any = SimpleNamespace(devices=np.array([device] * 8))
-    defaults = {"device_pages": None, "row_cache_rows": None, "memory_fraction": MEMORY_FRACTION}
-    chosen = StoreOptions(**defaults | {"host_memory_gib": 40, "kv_policy": "hybrid"} | options)
-    return resolve_geometry(one_page, chosen, mesh, config.index_topk)
+    chosen = EngineOptions(**dict[str, Any](host_memory_gib=40) | options)
+    check_store_options(chosen)
+    return resolve_geometry(one_page, chosen, free_host_memory(), mesh, config.index_topk)
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -133,15 +139,8 @@ def test_limits_that_are_named_fit() -> None:
 def test_systems_that_do_not_tell_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error although nothing asks how much memory is free."""
     monkeypatch.setattr("serving.options.store_options._MEMORY_INFO", Path("/nowhere"))
-    options = StoreOptions(
-        device_pages=None,
-        host_memory_gib=None,
-        kv_policy="hybrid",
-        row_cache_rows=None,
-        memory_fraction=MEMORY_FRACTION,
-    )
-    assert options.free_host_bytes == 0
-    options.reserve_host_memory()
+    assert free_host_memory() == 0
+    reserve_for_store(EngineOptions(), 0)
 
 
 @pytest.mark.usefixtures("as_a_user")
