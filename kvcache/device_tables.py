@@ -7,7 +7,6 @@ from jaxtyping import Int32
 
 from kvcache.device.interface import CacheDevice
 from kvcache.geometry import KVGeometry
-from kvcache.tiers.residency import Residency
 
 _MIN_ENTRIES = 16
 
@@ -22,8 +21,9 @@ class DeviceTables:
 
     def __init__(self, geometry: KVGeometry, device: CacheDevice) -> None:
         self._geometry, self._device = geometry, device
-        self._new_pages: list[tuple[int, int, int]] = []  # slot, place in the block table, page
-        self._staging: tuple[int, ...] = ()
+        self._new_pages: list[tuple[int, int, int]] = []  # slot, index in the block table, page
+        self._leases: dict[int, tuple[int, ...]] = {}  # those that have changed, by slot
+        self._staging: tuple[int, ...] = ()  # as the device has them
 
     def assign(self, slot: int, pages: Collection[int], length: int) -> None:
         """Gives a slot to a sequence whose first `length` tokens are computed on these pages."""
@@ -31,9 +31,9 @@ class DeviceTables:
         table[: len(pages)] = list(pages)
         self._device.assign_slot(slot, table, length)
 
-    def add_page(self, slot: int, place: int, page: int) -> None:
+    def add_page(self, slot: int, index: int, page: int) -> None:
         """Queues a page of a slot's block table."""
-        self._new_pages.append((slot, place, page))
+        self._new_pages.append((slot, index, page))
 
     def forget(self, slot: int) -> None:
         """Drops what is queued for a slot."""
@@ -48,19 +48,30 @@ class DeviceTables:
             entries[: len(some)] = some
             self._device.set_pages(entries)
 
-    def launch_leases(self, residency: Residency) -> None:
-        """Launches the leases that have changed."""
-        changed = residency.changed_leases
-        if changed:
-            slots, places = self._no_leases()
-            for row, slot in enumerate(sorted(changed)):
+    def set_lease(self, slot: int, pages: tuple[int, ...]) -> None:
+        """Queues a slot's row-cache lease, empty for none."""
+        self._leases[slot] = pages
+
+    def is_queued(self, slot: int) -> bool:
+        """Whether the device has yet to learn of a slot's lease."""
+        return slot in self._leases
+
+    def launch_leases(self, staging: tuple[int, ...]) -> None:
+        """Launches the leases that have changed.
+
+        Args:
+            staging: device pages of the staging lease.
+        """
+        if self._leases:
+            slots, pages = self._no_leases()
+            for row, slot in enumerate(sorted(self._leases)):
                 slots[row] = slot
-                leased = residency.leased_row_cache(slot)
-                places[row, : len(leased)] = leased
-            changed.clear()
-            self._device.lease(slots, places)
-        if residency.staging_places != self._staging:
-            self._staging = residency.staging_places
+                leased = self._leases[slot]
+                pages[row, : len(leased)] = leased
+            self._leases.clear()
+            self._device.lease(slots, pages)
+        if staging != self._staging:
+            self._staging = staging
             self._launch_staging()
 
     def warm_up(self) -> None:
@@ -72,9 +83,9 @@ class DeviceTables:
             self._launch_staging()
 
     def _launch_staging(self) -> None:
-        places = np.full(max(self._geometry.staging_pages, 1), -1, np.int32)
-        places[: len(self._staging)] = self._staging
-        self._device.set_staging_pages(places)
+        pages = np.full(max(self._geometry.staging_pages, 1), -1, np.int32)
+        pages[: len(self._staging)] = self._staging
+        self._device.set_staging_pages(pages)
 
     def _no_pages(self) -> Int32[np.ndarray, "entries 3"]:
         return np.full((max(self._geometry.max_sequences, _MIN_ENTRIES), 3), -1, np.int32)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int, Int64
 
-from kvcache.admission import Admission, RunningSequence
+from kvcache.admission import Admission
 from kvcache.counters import CacheCounters, ReadCounts
 from kvcache.device.interface import CacheDevice
 from kvcache.device.page_moves import PageMoves
@@ -14,6 +14,8 @@ from kvcache.geometry import KVGeometry
 from kvcache.page_pool import OutOfPagesError, PagePool
 from kvcache.pins import Pins
 from kvcache.prefix.index import PrefixIndex, PrefixMatch
+from kvcache.running_sequences import RunningSequences, SequencePages
+from kvcache.tiers.free_list import FreeList
 from kvcache.tiers.offload_policy import OffloadPolicy
 from kvcache.tiers.page_states import PageState
 from kvcache.tiers.residency import Residency
@@ -53,14 +55,17 @@ class KVCache[DeviceT: CacheDevice]:
     ) -> None:
         self.geometry = geometry
         self.device = device
-        self._rows_per_page = geometry.rows_per_page
+        self.total = CacheCounters()
         self._with_hidden = with_hidden
+        self._tables = DeviceTables(geometry, device)
         self.moves = PageMoves(device.move, _MOVES_A_LAUNCH)
         self.pool = PagePool(geometry.num_pages, lambda page: self.residency.forget(page))
         self.index = PrefixIndex(geometry.rows_per_page, self.pool)
         self.residency = Residency(
-            device_pages=geometry.device_pages,
-            host_pages=geometry.host_pages,
+            # From the last on, while page ids are taken from the first on: an id that is used as an
+            # index by mistake is seldom the right one.
+            free_device=FreeList(range(geometry.device_pages)),
+            free_host=FreeList(range(geometry.host_pages)),
             max_sequences=geometry.max_sequences,
             row_cache_pages=geometry.row_cache_pages,
             staging_pages=geometry.staging_pages,
@@ -68,20 +73,15 @@ class KVCache[DeviceT: CacheDevice]:
             referenced=lambda: self.pool.referenced,
             evict=lambda: self.index.evict(self._clock),
             on_change=self._on_change,
+            on_lease=self._tables.set_lease,
+            on_revoke=lambda slot: self._policy.note_revoked(slot),
         )
-        self.total = CacheCounters()
-        self._running: dict[int, RunningSequence] = {}
-        # What a step looks at of all slots, close together in memory: the rows of a sequence's
-        # pages that are not computed, and the tokens after its full pages.
-        self._rows_left = [0] * geometry.max_sequences
-        self._new_tokens: list[list[int]] = [[] for _ in range(geometry.max_sequences)]
+        self._running = RunningSequences(geometry)
         self._admission = Admission(
-            geometry, self.pool, self.residency, self._running.values(), max_step_rows
+            geometry, self.pool, self.residency.states, self._running, max_step_rows
         )
-        self._slots_of: dict[int, set[int]] = {}  # page to the slots that read it
         self._policy = OffloadPolicy(geometry, device, self.residency, self.pool)
         self._pins = Pins(geometry, self.residency)
-        self._tables = DeviceTables(geometry, device)
         self._reads = ReadCounts(geometry.max_sequences)
         self._held: set[int] = set()  # pages that are filled from elsewhere
         self._clock = 0
@@ -101,7 +101,12 @@ class KVCache[DeviceT: CacheDevice]:
 
     def length(self, slot: int) -> int:
         """Tokens of the sequence in a slot whose rows are computed."""
-        return len(self._running[slot].token_ids) + len(self._new_tokens[slot])
+        return self._running.length(slot)
+
+    def has_row_cache(self, slot: int) -> bool:
+        """Whether the device has a row cache for the sequence in a slot."""
+        leased = self.residency.leased_row_cache(slot)
+        return bool(leased) and not self._tables.is_queued(slot)
 
     def num_cached(self, token_ids: Sequence[int]) -> int:
         """Tokens of a prompt, less its last, that are cached now."""
@@ -131,7 +136,7 @@ class KVCache[DeviceT: CacheDevice]:
             the last.
 
         Raises:
-            OutOfPagesError: too few pages, or places on the device, are free. Nothing has changed.
+            OutOfPagesError: too few pages, or pages of the device, are free. Nothing has changed.
         """
         reserved_pages = self.geometry.pages_for(reserved_tokens)
         if use_prefix:
@@ -141,10 +146,10 @@ class KVCache[DeviceT: CacheDevice]:
             self._admission.check(len(token_ids), reserved_pages, found, spare_pages)
         self.tick()
         publication = self.index.acquire(found, self._clock)
-        rows_per_page = self._rows_per_page
+        rows_per_page = self.geometry.rows_per_page
         num_full = found.num_tokens // rows_per_page * rows_per_page
         known = token_ids[:num_full]
-        sequence = RunningSequence(
+        sequence = SequencePages(
             known if isinstance(known, list) else list(known),
             list(found.pages),
             reserved_pages,
@@ -152,13 +157,9 @@ class KVCache[DeviceT: CacheDevice]:
             [],
             CacheCounters(cached_tokens=found.num_tokens),
         )
-        self._running[slot] = sequence
-        self._new_tokens[slot][:] = token_ids[num_full : found.num_tokens]
-        self._rows_left[slot] = len(found.pages) * rows_per_page - found.num_tokens
-        self._admission.outstanding += sequence.outstanding
+        self._running.open(slot, sequence, token_ids[num_full : found.num_tokens])
+        self._admission.reserve(sequence)
         self._tables.assign(slot, found.pages, found.num_tokens)
-        for page in found.pages:
-            self._slots_of.setdefault(page, set()).add(slot)
         if found.partial is not None:
             self.pool.acquire(found.partial[0])
         if self.geometry.has_host_tier:
@@ -169,17 +170,17 @@ class KVCache[DeviceT: CacheDevice]:
             self.residency.copy_of(source, page)
             self.pool.release(source)
             self._add_page(slot, page)
-        if any(self.residency.state(page) is PageState.HOST for page in found.pages):
+        if any(self.residency.states.state(page) is PageState.HOST for page in found.pages):
             self._policy.note_spilled((slot,))
         return found.num_tokens
 
     def can_prepare(self, rows: Mapping[int, int]) -> bool:
-        """Whether there are pages, and places on the device, for a step that appends rows by slot.
+        """Whether there are pages, and pages of the device, for a step that appends rows by slot.
 
         There always are for rows within what was reserved, as long as one sequence runs alone.
         """
-        growing = [(self._running[slot], missing) for slot, missing in self._missing_pages(rows)]
-        return self._admission.can_grow(growing)
+        missing = self._running.missing_pages(rows)
+        return self._admission.can_grow((self._running[slot], count) for slot, count in missing)
 
     def prepare(self, rows: Mapping[int, int], *, staging: bool = False) -> None:
         """Makes the device ready for a step.
@@ -191,13 +192,13 @@ class KVCache[DeviceT: CacheDevice]:
         Raises:
             OutOfPagesError: `can_prepare` would have said no.
         """
-        for slot, missing in self._missing_pages(rows):
+        for slot, missing in self._running.missing_pages(rows):
             for page in self._allocate(missing):
                 self.residency.start(page)
                 self._add_page(slot, page)
         if self.geometry.has_host_tier:
-            self._policy.before_step(rows.keys(), self._running.keys(), staging=staging)
-            self._tables.launch_leases(self.residency)
+            self._policy.before_step(rows.keys(), self._running.slots, staging=staging)
+            self._tables.launch_leases(self.residency.staged_pages)
         self.moves.flush()
         self._tables.launch_pages()
 
@@ -211,22 +212,15 @@ class KVCache[DeviceT: CacheDevice]:
             token_ids: the tokens.
             prompt_complete: others may continue from here, in the middle of a page.
         """
-        new_tokens = self._new_tokens[slot]
-        new_tokens += token_ids
-        self._rows_left[slot] -= len(token_ids)
-        rows_per_page = self._rows_per_page
-        if len(new_tokens) < rows_per_page and not prompt_complete:
+        fills_page = self._running.append(slot, token_ids)
+        if not fills_page and not prompt_complete:
             return
         sequence = self._running[slot]
-        sealed = len(sequence.token_ids) // rows_per_page
-        num_full = len(new_tokens) // rows_per_page * rows_per_page
-        sequence.token_ids += new_tokens[:num_full]
-        del new_tokens[:num_full]
-        full = len(sequence.token_ids) // rows_per_page
-        for page in sequence.pages[sealed:full]:
+        filled = self._running.fill_pages(slot)
+        for page in filled:
             self.residency.seal(page)
-        if full > sealed and self.geometry.has_host_tier:
-            self._pins.keep(sequence, sequence.pages[sealed:full])
+        if filled and self.geometry.has_host_tier:
+            self._pins.keep(sequence, filled)
         self._publish(slot, sequence, partial=prompt_complete)
 
     def close(self, slot: int, *, preempted: bool = False) -> CacheCounters:
@@ -239,18 +233,15 @@ class KVCache[DeviceT: CacheDevice]:
         Returns:
             What was counted for it here: its reads come with its launches (`note_reads`).
         """
-        sequence = self._running.pop(slot)
-        self._admission.outstanding -= sequence.outstanding
+        sequence = self._running[slot]
+        self._admission.release(sequence)
         self.tick()
         self._pins.release(sequence)
         self._publish(slot, sequence, partial=True)
-        for page in sequence.pages:
-            slots = self._slots_of[page]
-            slots.discard(slot)
-            if not slots:
-                del self._slots_of[page]
-        for page in sequence.pages[len(sequence.token_ids) // self._rows_per_page :]:
-            if self.residency.state(page) is PageState.TAIL and self.pool.is_cached(page):
+        self._running.close(slot)
+        states = self.residency.states
+        for page in sequence.pages[len(sequence.token_ids) // self.geometry.rows_per_page :]:
+            if states.state(page) is PageState.TAIL and self.pool.is_cached(page):
                 self.residency.seal(page)
         self._tables.forget(slot)
         self.index.release(sequence.pages, self._clock, due=self._clock if preempted else None)
@@ -331,32 +322,18 @@ class KVCache[DeviceT: CacheDevice]:
         self.pool.check_integrity()
         self.index.check_integrity()
         self.residency.check_integrity()
-        held = dict.fromkeys(self._held, 1)
-        for slot, sequence in self._running.items():
-            for page in sequence.pages:
-                held[page] = held.get(page, 0) + 1
-                assert slot in self._slots_of[page], f"page {page} does not know slot {slot}"
-            left = len(sequence.pages) * self._rows_per_page - self.length(slot)
-            assert self._rows_left[slot] == left, f"slot {slot} has {left} rows left"
-            assert len(sequence.token_ids) % self._rows_per_page == 0, f"slot {slot}: half a page"
-            assert len(self._new_tokens[slot]) < self._rows_per_page, f"slot {slot} lacks a page"
+        references = {}
         for page in range(self.geometry.num_pages):
-            references = self.pool.references(page)
-            assert references == held.get(page, 0), f"page {page} has {references} references"
-            free = references == 0 and not self.pool.is_cached(page)
-            state = self.residency.state(page)
+            count = self.pool.references(page) - (page in self._held)
+            assert count >= 0, f"page {page} is filled without a reference"
+            if count:
+                references[page] = count
+            free = not (count or page in self._held or self.pool.is_cached(page))
+            state = self.residency.states.state(page)
             unfilled = page in self._held and state is PageState.FREE
             assert unfilled or free == (state is PageState.FREE), f"page {page} is {state.name}"
+        self._running.check_integrity(references)
         self._admission.check_integrity()
-
-    def _missing_pages(self, rows: Mapping[int, int]) -> list[tuple[int, int]]:
-        """By slot, how many pages those sequences lack whose last page has no room for a step."""
-        rows_left = self._rows_left
-        return [
-            (slot, self.geometry.pages_for(count - rows_left[slot]))
-            for slot, count in rows.items()
-            if count > rows_left[slot]
-        ]
 
     def _allocate(self, count: int) -> list[int]:
         while self.pool.num_free < count:
@@ -367,12 +344,10 @@ class KVCache[DeviceT: CacheDevice]:
     def _add_page(self, slot: int, page: int) -> None:
         sequence = self._running[slot]
         self._tables.add_page(slot, len(sequence.pages), page)
-        self._slots_of[page] = {slot}
-        self._admission.outstanding -= sequence.outstanding > 0
-        sequence.pages.append(page)
-        self._rows_left[slot] += self._rows_per_page
+        self._admission.take_reserved(sequence)
+        self._running.add_page(slot, page)
 
-    def _publish(self, slot: int, sequence: RunningSequence, *, partial: bool) -> None:
+    def _publish(self, slot: int, sequence: SequencePages, *, partial: bool) -> None:
         if sequence.publication is None:
             return
         tokens, pages, rows = sequence.token_ids, sequence.pages, self.geometry.rows_per_page
@@ -383,25 +358,23 @@ class KVCache[DeviceT: CacheDevice]:
                 self._adopt(slot, sequence, index)
         if partial:
             known = len(tokens)
-            tokens += self._new_tokens[slot]
+            tokens += self._running.new_tokens(slot)
             self.index.publish(
                 sequence.publication, tokens, pages, len(tokens), self._clock, partial=True
             )
             del tokens[known:]
 
-    def _adopt(self, slot: int, sequence: RunningSequence, index: int) -> None:
+    def _adopt(self, slot: int, sequence: SequencePages, index: int) -> None:
         """Has a sequence read the page that is cached with the same rows, and frees its own, in
         whose place that page comes back if it has left the device."""
         assert sequence.publication is not None
         page, own = sequence.publication.page(index), sequence.pages[index]
         self.index.adopt(sequence.publication, index)
         pinned = self._pins.drop(sequence, own)
-        sequence.pages[index] = page
-        self._slots_of.setdefault(page, set()).add(slot)
-        del self._slots_of[own]
+        self._running.replace_page(slot, index, page)
         self._tables.add_page(slot, index, page)
         self.pool.release(own)
-        if self.residency.state(page) is PageState.HOST:
+        if self.residency.states.state(page) is PageState.HOST:
             self.residency.onload(page)
         if pinned:
             self._pins.add(sequence, page)
@@ -427,7 +400,7 @@ class KVCache[DeviceT: CacheDevice]:
         return found
 
     def _on_change(self, page: int, old: PageState, new: PageState) -> None:
-        slots = self._slots_of.get(page, set())
+        slots = self._running.readers(page)
         if new is PageState.HOST:
             self._policy.note_spilled(slots)
         if old is PageState.DIRTY and new is PageState.CLEAN:

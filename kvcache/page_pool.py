@@ -9,7 +9,7 @@ _FREE = -1  # in place of a reference count
 
 
 class OutOfPagesError(RuntimeError):
-    """Fewer pages, or places for them, are free than were asked for.
+    """Fewer pages are free, in all or on the device, than were asked for.
 
     Attributes:
         missing: how many more there would have to be at least, 0 if that is not known.
@@ -24,9 +24,7 @@ class PagePool:
     """Reference counts of pages.
 
     A held page is referenced (count above 0), cached (kept by the prefix index), or both; a page
-    that is neither is free. Ids are taken in ascending order and reused last freed first, places
-    on the device in descending order (`kvcache.tiers.residency`): an id that is used as a place by
-    mistake is seldom the right one.
+    that is neither is free. Ids are taken in ascending order and reused last freed first.
     """
 
     def __init__(self, num_pages: int, on_free: Callable[[int], None]) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvcache.admission import RunningSequence
 from kvcache.geometry import KVGeometry
+from kvcache.running_sequences import SequencePages
 from kvcache.tiers.page_states import PageState
 from kvcache.tiers.residency import Residency
 
@@ -20,23 +20,23 @@ class Pins:
         self._all = not geometry.reads_host
         self._residency = residency
 
-    def bring_back(self, sequence: RunningSequence) -> None:
+    def bring_back(self, sequence: SequencePages) -> None:
         """Has all pages of a sequence that starts on the device, if they are to stay there."""
         if not self._all:
             return
         self.add(sequence, *sequence.pages)
         for page in sequence.pages:
-            if self._residency.state(page) is PageState.HOST:
+            if self._residency.states.state(page) is PageState.HOST:
                 self._residency.onload(page)
 
-    def keep(self, sequence: RunningSequence, pages: Sequence[int]) -> None:
+    def keep(self, sequence: SequencePages, pages: Sequence[int]) -> None:
         """Pins pages that are full now, or the last of them in place of the one before."""
         if not self._all:
             self.release(sequence)
             pages = pages[-1:]
         self.add(sequence, *pages)
 
-    def drop(self, sequence: RunningSequence, page: int) -> bool:
+    def drop(self, sequence: SequencePages, page: int) -> bool:
         """Takes a page's pin away; whether it had one."""
         if page not in sequence.pinned:
             return False
@@ -44,13 +44,13 @@ class Pins:
         self._residency.unpin(page)
         return True
 
-    def release(self, sequence: RunningSequence) -> None:
+    def release(self, sequence: SequencePages) -> None:
         """Takes all pins of a sequence away."""
         for page in sequence.pinned:
             self._residency.unpin(page)
         sequence.pinned.clear()
 
-    def add(self, sequence: RunningSequence, *pages: int) -> None:
+    def add(self, sequence: SequencePages, *pages: int) -> None:
         """Pins pages."""
         for page in pages:
             self._residency.pin(page)

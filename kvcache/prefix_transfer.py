@@ -89,7 +89,7 @@ class PrefixImport:
         """Takes the next rows in position order.
 
         Raises:
-            OutOfPagesError: neither tier has a place that can be freed.
+            OutOfPagesError: neither tier has a page that can be freed.
         """
         self._waiting.append((rows, keys))
         self._num_waiting += len(rows)
@@ -149,7 +149,7 @@ class PrefixImport:
         geometry, residency = self._cache.geometry, self._cache.residency
         spare = geometry.device_pages // 4
         for page in pages:
-            to_device = residency.num_free_device > spare or not geometry.has_host_tier
+            to_device = residency.states.num_free_device > spare or not geometry.has_host_tier
             residency.begin_import(page, to_device)
         self._cache.moves.flush()
         listed = np.full(len(rows), -1, np.int32)

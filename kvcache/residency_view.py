@@ -33,10 +33,10 @@ def view_sequence(cache: KVCache[DeviceState], slot: int) -> ResidencyView:
     """
     pages = cache.pages_of(slot)
     on_device = np.array(
-        [cache.residency.device_page_index(page) != NO_PAGE_INDEX for page in pages], bool
+        [cache.residency.states.device_page_index(page) != NO_PAGE_INDEX for page in pages], bool
     )
     row_cache = np.zeros(len(pages), np.int64)
-    if cache.residency.leased_row_cache(slot) and slot not in cache.residency.changed_leases:
+    if cache.has_row_cache(slot):
         rows = cache.device.row_cache_rows(slot)
         np.add.at(row_cache, rows // cache.geometry.rows_per_device, 1)
     return ResidencyView(on_device, row_cache)

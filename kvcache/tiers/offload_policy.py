@@ -17,7 +17,7 @@ _STEPS_TO_OBSERVE = 2  # in flight meanwhile, so that the device never waits for
 
 
 def lease_reserve(device_pages: int, num_running: int) -> int:
-    """Device places that a new row-cache lease leaves for the next pages of the running
+    """Device pages that a new row-cache lease leaves for the next pages of the running
     sequences."""
     return device_pages // 10 + num_running
 
@@ -39,12 +39,17 @@ class OffloadPolicy:
         self._geometry, self._device = geometry, device
         self._residency, self._pool = residency, pool
         self._spilled: set[int] = set()  # slots that may read host pages and have no lease
+        self._revoked: set[int] = set()  # slots that have lost their lease since the last step
         self._selections: Callable[[], Float32[np.ndarray, " pages"]] | None = None
         self._steps = 0
 
     def note_spilled(self, slots: Collection[int]) -> None:
         """Notes that sequences may read host pages from now on."""
         self._spilled.update(slots)
+
+    def note_revoked(self, slot: int) -> None:
+        """Notes that a slot's row-cache lease was revoked."""
+        self._revoked.add(slot)
 
     def before_step(self, slots: Set[int], running: Set[int], *, staging: bool) -> None:
         """Moves pages and changes leases for a step.
@@ -71,15 +76,15 @@ class OffloadPolicy:
                 self._spilled.discard(slot)
         # Slots that lost their lease to a page ask again once there is room.
         self._spilled |= {
-            slot
-            for slot in residency.changed_leases & running
-            if not residency.leased_row_cache(slot)
+            slot for slot in self._revoked & running if not residency.leased_row_cache(slot)
         }
+        self._revoked.clear()
 
     def close(self, slot: int, pages: Sequence[int]) -> None:
         """Ends a sequence's lease; where no heat is measured, notes that its pages were used."""
         self._residency.release_row_cache(slot)
         self._spilled.discard(slot)
+        self._revoked.discard(slot)
         if not self._geometry.reads_host:
             self._residency.touch(reversed(pages))
 
@@ -98,7 +103,7 @@ class OffloadPolicy:
         them."""
         geometry = self._geometry
         reserve = lease_reserve(geometry.device_pages, num_running)
-        room = self._residency.room_after(evictions=self._pool.num_cached_only)
+        room = self._residency.states.room_after(evictions=self._pool.num_cached_only)
         if room < geometry.row_cache_pages + reserve:
             return False
         return self._residency.lease_row_cache(slot)

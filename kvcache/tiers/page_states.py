@@ -1,10 +1,12 @@
-"""States of pages, their indices in both tiers, and the indices that are free."""
+"""States of pages, their indices in both tiers, and their pins."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jaxtyping import Int
+
+from kvcache.tiers.free_list import FreeList
 
 NO_PAGE_INDEX = -1
 
@@ -44,7 +46,7 @@ ALLOWED: Mapping[str, frozenset[PageState]] = {
     "forget": frozenset(PageState),
 }
 
-# Whether a page of each state has a device place, and a host place.
+# Whether a page of each state lies on the device, and on the host.
 _TIERS: Mapping[PageState, tuple[tuple[bool, bool], ...]] = {
     PageState.FREE: ((False, False),),
     PageState.TAIL: ((True, False),),
@@ -56,27 +58,21 @@ _TIERS: Mapping[PageState, tuple[tuple[bool, bool], ...]] = {
 
 
 class PageStates:
-    """States, places and pins of all pages, and the places that are free.
+    """States, page indices and pins of all pages.
 
-    A page is droppable if it is sealed, on the device and not pinned. Device places are taken from
-    the end of the slab, host places from the middle, so that with page ids, taken in ascending
-    order, no two of the three numbers of a page are likely to be the same.
+    A page is droppable if it is sealed, on the device and not pinned. `Residency` alone changes
+    states and indices.
     """
 
-    def __init__(self, device_pages: int, host_pages: int) -> None:
-        """All pages and places free.
+    def __init__(self, free_device: FreeList, free_host: FreeList) -> None:
+        """All pages FREE.
 
         Args:
-            device_pages: places on the device.
-            host_pages: places on the host, 0 for no host tier.
+            free_device: indices of the device pages, all free.
+            free_host: indices of the host pages, all free.
         """
-        num_pages = device_pages + host_pages
-        middle = host_pages // 2
-        self._device_pages = device_pages
-        self._host_pages = host_pages
-        # The next place is the last.
-        self._free_device = list(range(device_pages))
-        self._free_host = [*range(middle - 1, -1, -1), *range(host_pages - 1, middle - 1, -1)]
+        num_pages = len(free_device) + len(free_host)
+        self._free_device, self._free_host = free_device, free_host
         # A byte a page, its state and whether it is pinned: numpy searches all of them at once.
         self._codes = bytearray(num_pages)
         self._counts = [0] * 2 * _PINNED  # pages by code
@@ -92,12 +88,12 @@ class PageStates:
 
     @property
     def num_free_device(self) -> int:
-        """Device places that nothing holds."""
+        """Device pages that nothing holds."""
         return len(self._free_device)
 
     @property
     def num_free_host(self) -> int:
-        """Host places that nothing holds."""
+        """Host pages that nothing holds."""
         return len(self._free_host)
 
     @property
@@ -113,11 +109,11 @@ class PageStates:
 
     @property
     def room(self) -> int:
-        """Device places that are free, or can be with no page evicted and no lease revoked."""
+        """Device pages that are free, or can be with no page evicted and no lease revoked."""
         return self.room_after(0)
 
     def room_after(self, evictions: int) -> int:
-        """Device places that are free, or can be after so many evictions, with no lease revoked."""
+        """Device pages that are free, or can be after so many evictions, with no lease revoked."""
         host_room = self.num_free_host + self.count(PageState.CLEAN)
         return self.num_free_device + min(self.num_droppable, host_room + evictions)
 
@@ -126,11 +122,11 @@ class PageStates:
         return _STATES[self._codes[page] % _PINNED]
 
     def device_page_index(self, page: int) -> int:
-        """The page's place in the device slab, or -1."""
+        """The page's index in the device slab, or -1."""
         return self._device_page_index[page]
 
     def host_page_index(self, page: int) -> int:
-        """The page's place in the host slab, or -1."""
+        """The page's index in the host slab, or -1."""
         return self._host_page_index[page]
 
     def count(self, state: PageState) -> int:
@@ -163,7 +159,7 @@ class PageStates:
         Raises:
             ValueError: the page is FREE.
         """
-        self._check(page, "pin")
+        self.check(page, "pin")
         self._pins[page] = self._pins.get(page, 0) + 1
         self._recode(page, self.state(page))
 
@@ -180,7 +176,7 @@ class PageStates:
             del self._pins[page]
             self._recode(page, self.state(page))
 
-    def _check(self, page: int, operation: str) -> None:
+    def check(self, page: int, operation: str) -> None:
         """Checks that an operation of `ALLOWED` may be done to a page.
 
         Raises:
@@ -195,18 +191,18 @@ class PageStates:
         if operation in ("drop", "forget") and page in self._pins:
             raise ValueError(f"cannot {operation} page {page}: it is pinned")
 
-    def _place(
+    def move(
         self, page: int, state: PageState, device_page_index: int, host_page_index: int
     ) -> bool:
-        """Gives a page a state and places; those it had before and no longer has become free.
+        """Gives a page a state and indices; those it had before and no longer has become free.
 
-        The new ones are the caller's, taken from the free lists. Returns whether a place changed.
+        The new ones are the caller's, taken from the free lists. Returns whether an index changed.
         """
         old_device, old_host = self._device_page_index[page], self._host_page_index[page]
         if old_device not in (device_page_index, NO_PAGE_INDEX):
-            self._free_device.append(old_device)
+            self._free_device.give_back(old_device)
         if old_host not in (host_page_index, NO_PAGE_INDEX):
-            self._free_host.append(old_host)
+            self._free_host.give_back(old_host)
         self._device_page_index[page], self._host_page_index[page] = (
             device_page_index,
             host_page_index,
@@ -224,18 +220,20 @@ class PageStates:
         self._counts[code] += 1
         self._codes[page] = code
 
-    def _check_places(self, leased: list[int]) -> None:
-        """Proves that every place is free, leased or one page's, and that states agree with places.
+    def check_integrity(self, leased: Iterable[int]) -> None:
+        """Proves that every index is free, leased or one page's, and that states agree with them.
+
+        Args:
+            leased: device pages on lease.
 
         Raises:
             AssertionError: naming what does not.
         """
-        device = [place for place in self._device_page_index if place != NO_PAGE_INDEX]
-        places = sorted(self._free_device + leased + device)
-        assert places == list(range(self._device_pages)), f"device places lost or doubled: {places}"
-        host = [place for place in self._host_page_index if place != NO_PAGE_INDEX]
-        places = sorted(self._free_host + host)
-        assert places == list(range(self._host_pages)), f"host places lost or doubled: {places}"
+        device = [index for index in self._device_page_index if index != NO_PAGE_INDEX]
+        self._free_device.check_integrity([*leased, *device])
+        self._free_host.check_integrity(
+            index for index in self._host_page_index if index != NO_PAGE_INDEX
+        )
         for page, code in enumerate(self._codes):
             state = self.state(page)
             tiers = (

@@ -207,12 +207,12 @@ class CachedSession:
         geometry, residency, pool = self.geometry, self.cache.residency, self.cache.pool
         pages = range(geometry.num_pages)
         hot = {slot: residency.leased_row_cache(slot) for slot in range(geometry.max_sequences)}
-        read = {residency.device_page_index(page) for page in pages}
+        read = {residency.states.device_page_index(page) for page in pages}
         for slot, places in hot.items():
             if places == self._leased_row_cache.get(slot):
                 read |= set(places)
         self._leased_row_cache = hot
-        host = {residency.host_page_index(page) for page in pages}
+        host = {residency.states.host_page_index(page) for page in pages}
         held = {page for page in pages if pool.references(page) or pool.is_cached(page)}
         store = self.cache.device.store
         tier = store.host

@@ -154,12 +154,12 @@ class Growth(RuleBasedStateMachine):
         residency = self.cache.residency
         for slot, one in self.running.items():
             pages = self.cache.pages_of(slot)
-            places = [residency.device_page_index(page) for page in pages]
+            places = [residency.states.device_page_index(page) for page in pages]
             self.counts["in host memory"] += places.count(NO_PAGE_INDEX)
             if self.swaps:
                 assert NO_PAGE_INDEX not in places, "a running sequence was not brought back whole"
             for page, place in zip(pages, places, strict=True):
-                if residency.state(page) is PageState.TAIL:
+                if residency.states.state(page) is PageState.TAIL:
                     assert place != NO_PAGE_INDEX
             assert len(pages) >= self.cache.geometry.pages_for(self.cache.length(slot)), one
 
@@ -229,5 +229,5 @@ def test_swapped_sequences_come_back_whole() -> None:
     assert run(0, [*first, 3]) == len(first)
     # The last page, which goes on, comes back as a copy.
     assert cache.residency.pages_onloaded >= 3 and cache.residency.pages_copied == 1
-    places = [cache.residency.device_page_index(page) for page in cache.pages_of(0)]
+    places = [cache.residency.states.device_page_index(page) for page in cache.pages_of(0)]
     assert NO_PAGE_INDEX not in places

@@ -94,8 +94,8 @@ def test_row_cache_rows_are_leased_where_the_host_is_full_of_cached_pages() -> N
         cache.close(0)
     residency = cache.residency
     cache.open(0, [2, *prompt], len(prompt) + 1)
-    assert residency.room == residency.num_free_host == 0
-    assert any(residency.state(page) is PageState.HOST for page in cache.pages_of(0))
+    assert residency.states.room == residency.states.num_free_host == 0
+    assert any(residency.states.state(page) is PageState.HOST for page in cache.pages_of(0))
     cache.prepare({0: 1})
     assert residency.leased_row_cache(0)
     cache.check_integrity()
@@ -140,9 +140,9 @@ def test_a_page_that_has_left_is_computed_again(swaps: bool, with_hidden: bool) 
         compute(cache, 0, [20 + turn])
         compute(cache, 0, [30 + turn])
         cache.close(0)
-        for page in cache.residency.pages_in(PageState.DIRTY).tolist():
+        for page in cache.residency.states.pages_in(PageState.DIRTY).tolist():
             cache.residency.offload(page)
-        for page in cache.residency.pages_in(PageState.CLEAN).tolist():
+        for page in cache.residency.states.pages_in(PageState.CLEAN).tolist():
             cache.residency.drop(page)
         cache.check_integrity()
         known = len(said) + 2

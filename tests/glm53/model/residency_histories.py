@@ -147,14 +147,14 @@ class Histories(RuleBasedStateMachine):
             (
                 pool.references(page),
                 pool.is_cached(page),
-                residency.state(page),
-                residency.device_page_index(page),
-                residency.host_page_index(page),
+                residency.states.state(page),
+                residency.states.device_page_index(page),
+                residency.states.host_page_index(page),
             )
             for page in range(self.geometry.num_pages)
         ]
         leases = [residency.leased_row_cache(slot) for slot in SLOTS]
-        return pages, leases, residency.staging_places, self.cache.index.num_cached
+        return pages, leases, residency.staged_pages, self.cache.index.num_cached
 
     def note_contents(self, slot: int) -> None:
         run, size = self.running[slot], self.geometry.rows_per_page
@@ -278,7 +278,7 @@ class Histories(RuleBasedStateMachine):
         stored = StoredRows.of(self.cache.device.store)
         for page in range(self.geometry.num_pages):
             device, host = stored.device_page_index[page], stored.host_page_index[page]
-            if self.residency.state(page) is PageState.FREE:
+            if self.residency.states.state(page) is PageState.FREE:
                 assert (device, host) == (-1, -1), f"page {page} is free"
                 self.contents.pop(page, None)
                 continue
@@ -381,14 +381,14 @@ class Histories(RuleBasedStateMachine):
     def residency_changes(self) -> list[tuple[Callable[[int], object], list[int]]]:
         """What can be done, and to which pages, slots, or as often."""
         residency = self.residency
-        pages = {state: residency.pages_in(state).tolist() for state in PageState}
+        pages = {state: residency.states.pages_in(state).tolist() for state in PageState}
         clean, host = pages[PageState.CLEAN], pages[PageState.HOST]
         leased = [slot for slot in self.running if residency.leased_row_cache(slot)]
         return [
-            (residency.offload, pages[PageState.DIRTY] if residency.num_free_host else []),
-            (residency.drop, [page for page in clean if residency.is_droppable(page)]),
+            (residency.offload, pages[PageState.DIRTY] if residency.states.num_free_host else []),
+            (residency.drop, [page for page in clean if residency.states.is_droppable(page)]),
             (residency.drop_host_copy, clean),
-            (self.onload, host if residency.room else []),
+            (self.onload, host if residency.states.room else []),
             (residency.lease_row_cache, [slot for slot in self.running if slot not in leased]),
             (residency.release_row_cache, leased),
             (lambda _: residency.lease_staging(), [1]),
@@ -468,11 +468,11 @@ class Histories(RuleBasedStateMachine):
 
     def drop_all(self) -> None:
         """Leaves on the device only what must lie there."""
-        for page in self.residency.pages_in(PageState.DIRTY).tolist():
-            if self.residency.num_free_host:
+        for page in self.residency.states.pages_in(PageState.DIRTY).tolist():
+            if self.residency.states.num_free_host:
                 self.residency.offload(page)
-        for page in self.residency.pages_in(PageState.CLEAN).tolist():
-            if self.residency.is_droppable(page):
+        for page in self.residency.states.pages_in(PageState.CLEAN).tolist():
+            if self.residency.states.is_droppable(page):
                 self.residency.drop(page)
 
     def teardown(self) -> None:
@@ -486,8 +486,8 @@ class Histories(RuleBasedStateMachine):
         self.residency.release_staging()
         self.check_store()
         assert not self.contents and self.cache.pool.num_free == self.geometry.num_pages
-        assert self.residency.num_free_device == self.geometry.device_pages
-        assert self.residency.num_free_host == self.geometry.host_pages
+        assert self.residency.states.num_free_device == self.geometry.device_pages
+        assert self.residency.states.num_free_host == self.geometry.host_pages
         self.counts["restored"] += self.residency.pages_onloaded
         self.counts["leases revoked"] += self.residency.leases_revoked
 

@@ -67,7 +67,7 @@ def test_mostly_on_the_host(
     np.testing.assert_allclose(logits[: len(ids)], expected, rtol=0, atol=LOGITS_ATOL)
     np.testing.assert_array_equal(selected[:, : len(ids)], golden["p0_e5_topk"])
     assert logits[len(ids) - 1 :].argmax(axis=1).tolist() == chosen.tolist()
-    on_host = session.cache.residency.count(PageState.HOST)
+    on_host = session.cache.residency.states.count(PageState.HOST)
     assert on_host > len(session.cache.pages_of(1)) // 2
     assert min(reads[name] for name in ("resident", "staged", "host")) > 100, reads
     assert (reads["row_cache"] > 100) == uses_row_cache_rows, reads

@@ -117,9 +117,9 @@ def test_drafts_after_a_cached_prefix(length: int, found: int, spilled: bool) ->
     case = session()
     cache = case.cache
     if spilled:
-        for page in cache.residency.droppable_in(PageState.DIRTY).tolist():
+        for page in cache.residency.states.droppable_in(PageState.DIRTY).tolist():
             cache.residency.offload(page)
-        for page in cache.residency.droppable_in(PageState.CLEAN).tolist():
+        for page in cache.residency.states.droppable_in(PageState.CLEAN).tolist():
             cache.residency.drop(page)
     expected = run(case, 0, tokens()[:length], use_prefix=False)
     assert expected[0] == 0

@@ -11,6 +11,7 @@ from kvcache.device.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError
 from kvcache.tiers.page_states import PageState
 from kvcache.tiers.residency import Residency
+from tests.helpers.free_lists import device_list, host_list
 
 DIRTY, CLEAN, HOST = PageState.DIRTY, PageState.CLEAN, PageState.HOST
 
@@ -28,12 +29,13 @@ class Harness:
     ) -> None:
         self.unreferenced = set(unreferenced)
         self.evicted: list[int] = []
+        self.revoked: list[int] = []
         self.launches: list[MoveList] = []
         self.moves = PageMoves(self.launches.append, 64)
         self.num_pages = device_pages + host_pages
         self.pages = Residency(
-            device_pages=device_pages,
-            host_pages=host_pages,
+            free_device=device_list(device_pages),
+            free_host=host_list(host_pages),
             max_sequences=4,
             row_cache_pages=row_cache_pages,
             staging_pages=staging_pages,
@@ -41,10 +43,16 @@ class Harness:
             referenced=lambda: ~np.isin(np.arange(self.num_pages), list(self.unreferenced)),
             evict=self.evict,
             on_change=lambda page, old, new: None,
+            on_lease=lambda slot, pages: None,
+            on_revoke=self.revoked.append,
         )
 
     def evict(self) -> bool:
-        kept = [page for page in self.unreferenced if self.pages.state(page) is not PageState.FREE]
+        kept = [
+            page
+            for page in self.unreferenced
+            if self.pages.states.state(page) is not PageState.FREE
+        ]
         for page in sorted(kept)[:1]:
             self.pages.forget(page)
             self.evicted.append(page)
@@ -61,15 +69,15 @@ class Harness:
         self.pages.update_heat(np.array([*heat, *padding][: self.num_pages], np.float32))
 
     def states(self, *pages: int) -> str:
-        return " ".join(self.pages.state(page).name for page in pages)
+        return " ".join(self.pages.states.state(page).name for page in pages)
 
 
 def dropped_in_turn(harness: Harness, pages: list[int]) -> list[int]:
     order = []
     for _ in pages:
-        harness.pages.make_room(harness.pages.num_free_device + 1)
+        harness.pages.make_room(harness.pages.states.num_free_device + 1)
         (page,) = [
-            page for page in pages if harness.pages.state(page) is HOST and page not in order
+            page for page in pages if harness.pages.states.state(page) is HOST and page not in order
         ]
         order.append(page)
     return order
@@ -197,8 +205,8 @@ def test_both_tiers_fill_to_the_last_place(
         harness.pages.onload_hottest(data.draw(st.integers(0, 2)))
         harness.fill(page)
         harness.pages.check_integrity()
-    assert harness.pages.count(DIRTY) == device_pages
-    assert harness.pages.count(HOST) == host_pages
+    assert harness.pages.states.count(DIRTY) == device_pages
+    assert harness.pages.states.count(HOST) == host_pages
     with pytest.raises(OutOfPagesError, match="raise host_memory_gib or device_pages"):
         harness.pages.make_room(1)
     harness.pages.pin(pages[-1])
@@ -213,17 +221,16 @@ def test_leases_are_revoked_last() -> None:
     assert harness.pages.lease_row_cache(1)
     assert harness.pages.lease_staging() == 1
     harness.fill(0, 1, 2)
-    harness.pages.changed_leases.clear()
     harness.pages.start(3)
     assert harness.states(0, 1, 2) == "HOST DIRTY DIRTY"
-    assert harness.pages.staging_places
+    assert harness.pages.staged_pages
     harness.pages.start(4)
-    assert not harness.pages.staging_places
-    assert not harness.pages.changed_leases
+    assert not harness.pages.staged_pages
+    assert not harness.revoked
     harness.pages.start(5)
     assert harness.pages.leased_row_cache(3) == ()
     assert len(harness.pages.leased_row_cache(1)) == 2
-    assert harness.pages.changed_leases == {3}
+    assert harness.revoked == [3]
     assert harness.pages.leases_revoked == 1
     harness.pages.make_room(2)
     assert not harness.pages.leased_row_cache(1)
@@ -257,7 +264,7 @@ def test_staging_costs_no_copy() -> None:
     assert harness.states(0, 1, 2) == "HOST DIRTY CLEAN"
     assert harness.pages.lease_staging() == 2
     harness.pages.release_staging()
-    assert harness.pages.num_free_device == 2
+    assert harness.pages.states.num_free_device == 2
 
 
 def test_clean_ahead() -> None:
@@ -311,7 +318,7 @@ def test_promote() -> None:
     assert harness.states(0, 1, 2, 3, 4) == "CLEAN CLEAN HOST CLEAN CLEAN"
     harness.heat(1, 3, 1, 9, 2)
     assert harness.pages.onload_hottest(4) == 0
-    assert harness.pages.num_free_device == 2
+    assert harness.pages.states.num_free_device == 2
 
 
 def test_a_dropped_source_is_copied_from_the_host() -> None:
@@ -322,7 +329,7 @@ def test_a_dropped_source_is_copied_from_the_host() -> None:
     assert harness.states(0, 1) == "HOST TAIL"
     harness.moves.flush()
     (launch,) = harness.launches
-    host_page_index = harness.pages.host_page_index(0)
+    host_page_index = harness.pages.states.host_page_index(0)
     assert launch.offloads[0].tolist() == [0, host_page_index]
     assert launch.onloads[0].tolist() == [host_page_index, 0]
     assert launch.key_copies[0].tolist() == [0, 1]
@@ -336,7 +343,7 @@ def test_a_source_that_nobody_holds_may_be_lost() -> None:
     assert harness.pages.lease_row_cache(0)
     with pytest.raises(ValueError, match="cannot copy page 0: it is FREE"):
         harness.pages.copy_of(0, 1)
-    assert harness.pages.num_free_device == 1
+    assert harness.pages.states.num_free_device == 1
     harness.pages.check_integrity()
 
 
@@ -403,7 +410,7 @@ def test_work_of_a_step_does_not_grow_with_the_store(
         harness.fill(free.pop())
         harness.pages.onload_hottest(1)
     assert work.pages <= 8 * steps
-    assert harness.pages.count(DIRTY) + harness.pages.count(CLEAN) == device_pages
+    assert harness.pages.states.count(DIRTY) + harness.pages.states.count(CLEAN) == device_pages
 
 
 def test_many_pages_equally_cold() -> None:

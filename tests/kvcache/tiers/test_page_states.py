@@ -7,17 +7,21 @@ from kvcache.device.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError
 from kvcache.tiers.page_states import PageState
 from kvcache.tiers.residency import Residency
+from tests.helpers.free_lists import device_list, host_list
 
 FREE, TAIL, DIRTY = PageState.FREE, PageState.TAIL, PageState.DIRTY
 CLEAN, HOST, IMPORTING = PageState.CLEAN, PageState.HOST, PageState.IMPORTING
 
 
 def residency(
-    device_pages: int, host_pages: int, launch: Callable[[MoveList], None] = lambda moves: None
+    device_pages: int,
+    host_pages: int,
+    launch: Callable[[MoveList], None] = lambda moves: None,
+    on_lease: Callable[[int, tuple[int, ...]], None] = lambda slot, pages: None,
 ) -> Residency:
     return Residency(
-        device_pages=device_pages,
-        host_pages=host_pages,
+        free_device=device_list(device_pages),
+        free_host=host_list(host_pages),
         max_sequences=2,
         row_cache_pages=2,
         staging_pages=1,
@@ -25,6 +29,8 @@ def residency(
         referenced=lambda: np.ones(device_pages + host_pages, bool),
         evict=lambda: False,
         on_change=lambda page, old, new: None,
+        on_lease=on_lease,
+        on_revoke=lambda slot: None,
     )
 
 
@@ -80,15 +86,22 @@ def test_transitions(state: str, operation: str) -> None:
 
     def account() -> list[object]:
         places = [
-            (pages.device_page_index(page), pages.host_page_index(page)) for page in range(10)
+            (pages.states.device_page_index(page), pages.states.host_page_index(page))
+            for page in range(10)
         ]
-        counts = [pages.count(state) for state in PageState]
-        return [places, counts, pages.num_free_device, pages.num_free_host, pages.state(page)]
+        counts = [pages.states.count(state) for state in PageState]
+        return [
+            places,
+            counts,
+            pages.states.num_free_device,
+            pages.states.num_free_host,
+            pages.states.state(page),
+        ]
 
     before = account()
     if operation in EXPECTED[state]:
         OPERATIONS[operation](pages, page)
-        assert pages.state(page) is EXPECTED[state][operation]
+        assert pages.states.state(page) is EXPECTED[state][operation]
     else:
         with pytest.raises(ValueError, match=f"page {page}: it is {state.split()[0]}"):
             OPERATIONS[operation](pages, page)
@@ -109,7 +122,7 @@ def test_a_pinned_page_stays() -> None:
             pages.drop(0)
         with pytest.raises(ValueError, match="cannot forget page 0: it is pinned"):
             pages.forget(0)
-        with pytest.raises(OutOfPagesError, match="2 device places wanted, 1 can be freed"):
+        with pytest.raises(OutOfPagesError, match="2 device pages wanted, 1 can be freed"):
             pages.make_room(2)
         pages.unpin(0)
     with pytest.raises(ValueError, match="page 0 is not pinned"):
@@ -117,7 +130,7 @@ def test_a_pinned_page_stays() -> None:
     with pytest.raises(ValueError, match="cannot pin page 1: it is FREE"):
         pages.pin(1)
     pages.make_room(2)
-    assert pages.state(0) is HOST
+    assert pages.states.state(0) is HOST
 
 
 @pytest.mark.parametrize("page", [-1, 4])
@@ -141,7 +154,7 @@ def test_the_device_is_told_each_place(state: str) -> None:
             if step in EXPECTED[state] or step in HISTORIES[state]:
                 OPERATIONS[step](pages, 2)
             pages._moves.flush()
-            assert maps[2] == (pages.device_page_index(2), pages.host_page_index(2))
+            assert maps[2] == (pages.states.device_page_index(2), pages.states.host_page_index(2))
 
 
 def test_numbers_of_a_page_differ() -> None:
@@ -152,14 +165,16 @@ def test_numbers_of_a_page_differ() -> None:
         pages.seal(page)
         pages.offload(page)
     numbers = [
-        (page, pages.device_page_index(page), pages.host_page_index(page)) for page in range(10)
+        (page, pages.states.device_page_index(page), pages.states.host_page_index(page))
+        for page in range(10)
     ]
     assert sum(len(set(number)) < 3 for number in numbers) <= 2
 
 
 def test_slots_of_leases() -> None:
     """A lease of a slot that is not there, or of one slot twice, so that places are lost."""
-    pages = residency(6, 0)
+    told: list[tuple[int, int]] = []
+    pages = residency(6, 0, on_lease=lambda slot, leased: told.append((slot, len(leased))))
     for slot in (-1, 2):
         with pytest.raises(ValueError, match=f"slot {slot} is not in 0 to 1"):
             pages.lease_row_cache(slot)
@@ -167,32 +182,34 @@ def test_slots_of_leases() -> None:
     with pytest.raises(ValueError, match="slot 1 has a row-cache lease"):
         pages.lease_row_cache(1)
     pages.release_row_cache(0)
-    assert pages.changed_leases == {1}
+    assert told == [(1, 2)]
+    pages.release_row_cache(1)
+    assert told == [(1, 2), (1, 0)]
     pages.check_integrity()
 
 
 @pytest.mark.parametrize(
     "corrupt",
     [
-        lambda pages: pages._free_device.pop(),
-        lambda pages: pages._free_device.append(pages.device_page_index(0)),
-        lambda pages: pages._free_host.pop(),
-        lambda pages: pages._free_host.append(pages.host_page_index(1)),
-        lambda pages: pages._leases.staging.append(pages.device_page_index(0)),
+        lambda pages: pages._free_device.take(),
+        lambda pages: pages._free_device.give_back(pages.states.device_page_index(0)),
+        lambda pages: pages._free_host.take(),
+        lambda pages: pages._free_host.give_back(pages.states.host_page_index(1)),
+        lambda pages: pages._leases.staging.append(pages.states.device_page_index(0)),
         lambda pages: pages._leases.row_cache.update({1: pages.leased_row_cache(0)}),
         lambda pages: pages._leases.row_cache.update({1: ()}),
-        lambda pages: pages._leases.staging.append(pages._free_device.pop()),
-        lambda pages: pages._codes.__setitem__(0, CLEAN),
-        lambda pages: pages._codes.__setitem__(0, DIRTY),
-        lambda pages: pages._codes.__setitem__(1, 8 + CLEAN),
-        lambda pages: pages._counts.__setitem__(CLEAN, 0),
-        lambda pages: pages._pins.update({1: 1}),
-        lambda pages: pages._pins.update({0: 0}),
-        lambda pages: pages._pins.update({3: 1}),
+        lambda pages: pages._leases.staging.append(pages._free_device.take()),
+        lambda pages: pages.states._codes.__setitem__(0, CLEAN),
+        lambda pages: pages.states._codes.__setitem__(0, DIRTY),
+        lambda pages: pages.states._codes.__setitem__(1, 8 + CLEAN),
+        lambda pages: pages.states._counts.__setitem__(CLEAN, 0),
+        lambda pages: pages.states._pins.update({1: 1}),
+        lambda pages: pages.states._pins.update({0: 0}),
+        lambda pages: pages.states._pins.update({3: 1}),
     ],
 )
 def test_integrity_check_finds_corruption(corrupt: Callable[[Residency], object]) -> None:
-    """A place lost or held twice, that the check which every engine test runs would let pass."""
+    """An index lost or held twice, that the check which every engine test runs would let pass."""
     pages = residency(7, 3)
     for page in range(2):
         pages.start(page)
@@ -202,5 +219,5 @@ def test_integrity_check_finds_corruption(corrupt: Callable[[Residency], object]
     assert pages.lease_staging() == 1
     pages.check_integrity()
     corrupt(pages)
-    with pytest.raises(AssertionError, match=r"page|place"):
+    with pytest.raises(AssertionError, match=r"page|indices"):
         pages.check_integrity()

@@ -10,6 +10,7 @@ from kvcache.device.page_moves import MoveList, PageMoves
 from kvcache.page_pool import OutOfPagesError, PagePool
 from kvcache.tiers.page_states import PageState
 from kvcache.tiers.residency import Residency
+from tests.helpers.free_lists import device_list, host_list
 
 FREE, TAIL, DIRTY = PageState.FREE, PageState.TAIL, PageState.DIRTY
 CLEAN, HOST, IMPORTING = PageState.CLEAN, PageState.HOST, PageState.IMPORTING
@@ -44,9 +45,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.num_pages = device_pages + host_pages
         self.pool = PagePool(self.num_pages, lambda page: self.residency.forget(page))
         self.moves = PageMoves(self.launch, size)
+        self.leases: dict[int, tuple[int, ...]] = dict.fromkeys(SLOTS, ())
         self.residency = Residency(
-            device_pages=device_pages,
-            host_pages=host_pages,
+            free_device=device_list(device_pages),
+            free_host=host_list(host_pages),
             max_sequences=len(SLOTS),
             row_cache_pages=row_cache_pages,
             staging_pages=staging_pages,
@@ -54,12 +56,13 @@ class ResidencyMachine(RuleBasedStateMachine):
             referenced=lambda: self.pool.referenced,
             evict=self.evict,
             on_change=lambda page, old, new: None,
+            on_lease=self.leases.__setitem__,
+            on_revoke=lambda slot: None,
         )
         self.device = dict.fromkeys(range(device_pages), 0)
         self.host = dict.fromkeys(range(host_pages), 0)
         self.keys = dict.fromkeys(range(self.num_pages), 0)
         self.maps = dict.fromkeys(range(self.num_pages), NOWHERE)
-        self.leases: dict[int, tuple[int, ...]] = dict.fromkeys(SLOTS, ())
         self.contents: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         self.written = 0
@@ -89,11 +92,13 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def pages(self, *states: PageState) -> list[int]:
         pages = range(self.num_pages)
-        return [page for page in pages if self.residency.state(page) in states]
+        return [page for page in pages if self.residency.states.state(page) in states]
 
     @property
     def sources(self) -> list[int]:
-        return [page for page in self.contents if self.residency.state(page) is not IMPORTING]
+        return [
+            page for page in self.contents if self.residency.states.state(page) is not IMPORTING
+        ]
 
     def can_free(self, count: int, leased: int = 0) -> bool:
         """The condition that the class states, with some places that may not be taken."""
@@ -102,11 +107,11 @@ class ResidencyMachine(RuleBasedStateMachine):
         stuck += [
             page for page in self.pages(TAIL, IMPORTING) if page in set(on_device) - set(stuck)
         ]
-        held = self.num_pages - self.residency.count(FREE) - len(self.evictable)
+        held = self.num_pages - self.residency.states.count(FREE) - len(self.evictable)
         return count <= min(self.device_pages - len(stuck), self.num_pages - held) - leased
 
     def place(self, page: int) -> int:
-        return self.residency.device_page_index(page)
+        return self.residency.states.device_page_index(page)
 
     def try_out(self, possible: bool, action: Callable[[], None]) -> bool:
         """Does something that must raise OutOfPagesError exactly if it is not possible."""
@@ -134,7 +139,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def step(self) -> None:
         self.moves.flush()
         places = [
-            (self.place(page), self.residency.host_page_index(page))
+            (self.place(page), self.residency.states.host_page_index(page))
             for page in range(self.num_pages)
         ]
         assert self.maps == dict(enumerate(places))
@@ -143,9 +148,6 @@ class ResidencyMachine(RuleBasedStateMachine):
             device_page_index, host_page_index = places[page]
             assert device_page_index < 0 or self.device[device_page_index] == content
             assert host_page_index < 0 or self.host[host_page_index] == content
-        for slot in self.residency.changed_leases:
-            self.leases[slot] = self.residency.leased_row_cache(slot)
-        self.residency.changed_leases.clear()
         assert self.leases == {slot: self.residency.leased_row_cache(slot) for slot in SLOTS}
         device_places, host_places = map(set, zip(*places, strict=True))
         self.device |= dict.fromkeys(set(self.device) - device_places, -1)
@@ -183,8 +185,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         (page,) = self.pool.allocate(1)
         possible = self.can_free(1)
         if not to_device:
-            in_host = self.residency.count(CLEAN) + self.residency.num_free_host
-            possible = in_host > 0 or (possible and self.residency.count(HOST) > 0)
+            in_host = self.residency.states.count(CLEAN) + self.residency.states.num_free_host
+            possible = in_host > 0 or (possible and self.residency.states.count(HOST) > 0)
         begin = lambda: self.residency.begin_import(page, to_device)  # noqa: E731
         if self.try_out(possible, begin):
             self.moves.flush()
@@ -221,10 +223,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         action(data.draw(st.sampled_from(pages)))
 
     def offload(self, page: int) -> None:
-        if self.residency.num_free_host:
+        if self.residency.states.num_free_host:
             self.residency.offload(page)
         else:
-            with pytest.raises(OutOfPagesError, match=f"page {page} needs a host place"):
+            with pytest.raises(OutOfPagesError, match=f"page {page} needs a host page"):
                 self.residency.offload(page)
 
     def onload(self, page: int) -> None:
@@ -232,11 +234,11 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def end_import(self, page: int) -> None:
         self.residency.end_import(page)
-        assert self.residency.state(page) is (DIRTY if self.place(page) >= 0 else HOST)
+        assert self.residency.states.state(page) is (DIRTY if self.place(page) >= 0 else HOST)
 
     def release(self, page: int) -> None:
         self.pool.release(page)
-        if self.residency.state(page) is FREE:
+        if self.residency.states.state(page) is FREE:
             self.contents.pop(page, None)
 
     def pin(self, page: int) -> None:
@@ -256,7 +258,7 @@ class ResidencyMachine(RuleBasedStateMachine):
                 self.residency.lease_row_cache(slot)
             return
         before = {slot: self.residency.leased_row_cache(slot) for slot in SLOTS}
-        staging, dropped = self.residency.staging_places, self.residency.pages_dropped
+        staging, dropped = self.residency.staged_pages, self.residency.pages_dropped
         leased = len(staging) + sum(map(len, before.values()))
         possible = self.can_free(self.row_cache_pages, leased)
         assert self.residency.lease_row_cache(slot) == possible
@@ -266,7 +268,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         else:
             assert self.residency.pages_dropped == dropped
         assert before == {slot: self.residency.leased_row_cache(slot) for slot in SLOTS}
-        assert self.residency.staging_places == staging
+        assert self.residency.staged_pages == staging
 
     @rule(slot=st.sampled_from(SLOTS))
     def release_row_cache(self, slot: int) -> None:
@@ -275,19 +277,19 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule()
     def lease_staging(self) -> None:
-        held = self.num_pages - self.residency.count(FREE)
-        cleaned, free = self.residency.pages_offloaded, self.residency.num_free_device
-        before = self.residency.staging_places
+        held = self.num_pages - self.residency.states.count(FREE)
+        cleaned, free = self.residency.pages_offloaded, self.residency.states.num_free_device
+        before = self.residency.staged_pages
         got = self.residency.lease_staging()
-        assert got == len(self.residency.staging_places)
+        assert got == len(self.residency.staged_pages)
         assert min(self.staging_pages, len(before) + free) <= got <= self.staging_pages
         assert self.residency.pages_offloaded == cleaned
-        assert self.num_pages - self.residency.count(FREE) == held
+        assert self.num_pages - self.residency.states.count(FREE) == held
 
     @rule()
     def release_staging(self) -> None:
         self.residency.release_staging()
-        assert self.residency.staging_places == ()
+        assert self.residency.staged_pages == ()
 
     @rule(data=st.data())
     def update_heat(self, data: st.DataObject) -> None:
@@ -298,7 +300,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 5))
     def make_room(self, count: int) -> None:
         if self.try_out(self.can_free(count), lambda: self.residency.make_room(count)):
-            assert self.residency.num_free_device >= count
+            assert self.residency.states.num_free_device >= count
 
     @rule(limit=st.integers(0, 2))
     def offload_ahead(self, limit: int) -> None:
@@ -317,7 +319,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         self.residency.check_integrity()
         assert all(self.place(page) >= 0 for page in self.pages(TAIL))
-        assert self.residency.room <= self.device_pages
+        assert self.residency.states.room <= self.device_pages
         assert self.residency.pages_offloaded == self.moves.pages_queued_to_offload
 
 

@@ -96,7 +96,7 @@ def test_swapped_out_and_in(folder: Path, expected: list[list[Any]]) -> None:
         swapping.step()
         for slot in swapping.scheduler.running:
             assert all(
-                cache.residency.device_page_index(page) >= 0 for page in cache.pages_of(slot)
+                cache.residency.states.device_page_index(page) >= 0 for page in cache.pages_of(slot)
             )
     assert_idle(swapping)
     assert swapping.scheduler.counters.preempted > 0

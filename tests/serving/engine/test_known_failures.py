@@ -124,9 +124,11 @@ def assert_idle(llm: LLM) -> None:
 def push_out(llm: LLM) -> int:
     """Takes what is sealed off the device, as far as the host has room; returns the pages."""
     residency = llm._engine.runner.cache.residency
-    for page in residency.droppable_in(PageState.DIRTY).tolist()[: residency.num_free_host]:
+    for page in residency.states.droppable_in(PageState.DIRTY).tolist()[
+        : residency.states.num_free_host
+    ]:
         residency.offload(page)
-    dropped = residency.droppable_in(PageState.CLEAN).tolist()
+    dropped = residency.states.droppable_in(PageState.CLEAN).tolist()
     for page in dropped:
         residency.drop(page)
     return len(dropped)
@@ -152,9 +154,9 @@ def test_each_layer_keeps_its_own_rows(resident: LLM, spilling: LLM) -> None:
     assert answers(spilling, [prompt], 8) == answers(resident, [prompt], 8)
     push_out(spilling)
     residency = spilling._engine.runner.cache.residency
-    gone = residency.pages_in(PageState.HOST).tolist()
+    gone = residency.states.pages_in(PageState.HOST).tolist()
     assert len(gone) == 8
-    assert sum(page != residency.host_page_index(page) for page in gone) > 4
+    assert sum(page != residency.states.host_page_index(page) for page in gone) > 4
     rows, keys = exported(spilling, prompt)
     expected_rows, expected_keys = exported(resident, prompt)
     np.testing.assert_array_equal(rows, expected_rows)
@@ -207,7 +209,7 @@ def test_a_full_pool_admits(resident: LLM, spilling: LLM) -> None:
     answers(spilling, [tokens(seed, 600) for seed in range(30, 33)], 1)
     push_out(spilling)
     assert cache.pool.num_free <= 1
-    assert cache.residency.num_free_host == 0
+    assert cache.residency.states.num_free_host == 0
     prompts = [tokens(34, LONGEST - 8)]
     assert answers(spilling, prompts, 8) == answers(resident, prompts, 8)
 
@@ -270,7 +272,9 @@ def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None
         if random.random() < 0.5:
             moved["dropped"] += push_out(spilling)
         else:
-            for page in residency.pages_in(PageState.HOST).tolist()[: residency.num_free_device]:
+            for page in residency.states.pages_in(PageState.HOST).tolist()[
+                : residency.states.num_free_device
+            ]:
                 residency.onload(page)
                 moved["restored"] += 1
         if random.random() < 0.2:
