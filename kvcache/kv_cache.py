@@ -212,8 +212,7 @@ class KVCache[DeviceT: CacheDevice]:
             token_ids: the tokens.
             prompt_complete: others may continue from here, in the middle of a page.
         """
-        fills_page = self._running.append(slot, token_ids)
-        if not fills_page and not prompt_complete:
+        if not self._running.append(slot, token_ids) and not prompt_complete:
             return
         sequence = self._running[slot]
         filled = self._running.fill_pages(slot)

@@ -73,8 +73,8 @@ class _Sampled(NamedTuple):
 class DecodeSteps:
     """Scheduler with decoding sequences of one length in all its slots.
 
-    Their prompts are cached, as are those of conversations that have ended and fill the rest of the
-    cache. As many others wait.
+    They are prefilled in chunks as in serving, after conversations that have ended and fill the
+    rest of the cache. As many others wait.
 
     Args:
         cache: the cache.
@@ -93,7 +93,8 @@ class DecodeSteps:
         self.scheduler: Scheduler[Sequence] = Scheduler(
             cache,
             max_num_seqs=num_sequences,
-            max_num_batched_tokens=STEP_ROWS,
+            # One step has room for all prompts, so that none decodes before the others.
+            max_num_batched_tokens=max(STEP_ROWS, context * num_sequences),
             max_step_rows=STEP_ROWS,
         )
         self._rng = np.random.default_rng(0)
@@ -101,17 +102,14 @@ class DecodeSteps:
         self._num_sequences = num_sequences
         self._in_flight: list[_Sampled] = []
         self._tokens = self._rng.integers(_VOCABULARY, size=context).tolist()
-        num_computed = num_sequences
         if isinstance(cache, KVCache):
             num_fitting = cache.geometry.num_pages // cache.geometry.pages_for(context)
-            num_computed = max(num_computed, num_fitting + 1)
-        for number in reversed(range(num_computed)):
-            self._compute(number)
+            for number in range(num_sequences, num_fitting + 1):
+                self._compute(number)
         self._running = [Sequence(self._prompt(n), _ENDLESS) for n in range(num_sequences)]
         for sequence in self._running:
             self.scheduler.add(sequence)
-        while self.scheduler.num_running < num_sequences:
-            self._step(0)
+        self._step(0)
         for sequence in self._running:
             sequence.token_ids = []  # large, and not read again
         for number in range(num_sequences):
@@ -128,10 +126,7 @@ class DecodeSteps:
         if self._num_steps % STEPS_BETWEEN_SELECTIONS == 0 and isinstance(self.cache, KVCache):
             self._select_pages(self.cache)
         self._num_steps += 1
-        token = int(self._rng.integers(_VOCABULARY))
-        start = time.thread_time()
-        self._step(token)
-        return (time.thread_time() - start) * 1e3
+        return self._step(int(self._rng.integers(_VOCABULARY))) * 1e3
 
     def turn(self, number: int) -> tuple[float, float]:
         """Returns the milliseconds of ending a sequence, and of a step that opens it again."""
@@ -146,16 +141,22 @@ class DecodeSteps:
         self.scheduler.add(self._running[number], encoded)
         return ended, self.step()
 
-    def _step(self, token: int) -> None:
-        scheduler, results, self._in_flight = self.scheduler, self._in_flight, []
-        while (plan := scheduler.schedule()) is not None:
+    def _step(self, token: int) -> float:
+        """Runs a step and returns the seconds of the scheduler and the cache."""
+        start = time.thread_time()
+        plans = list(iter(self.scheduler.schedule, None))
+        launched = time.thread_time()
+        results, self._in_flight = self._in_flight, []
+        for plan in plans:
             match plan:
                 case PrefillChunk(sequence=sequence, is_last=True):
                     self._in_flight.append(_Sampled(sequence, token))
                 case DecodeBatch(sequences=sequences):
                     self._in_flight += [_Sampled(each, token) for each in sequences.values()]
-        for sequence, sampled in scheduler.process(results):
-            sequence.output_ids.append(sampled)
+        processing = time.thread_time()
+        for result in self.scheduler.process(results):
+            result.sequence.output_ids.append(result.token)
+        return launched - start + time.thread_time() - processing
 
     def _compute(self, number: int) -> None:
         """Has a sequence computed, and leaves it in the cache."""

@@ -192,7 +192,23 @@ class Scheduler[SequenceT: Sequence]:
         Raises:
             ValueError: nothing is in flight for a sequence with a token.
         """
-        return [result for result in results if self._confirm(result.sequence, result.token)]
+        known, counted = self._sequences, []
+        for result in results:
+            sequence, token = result.sequence, result.token
+            if sequence not in known:
+                self.counters.dropped_results += token is not None
+                continue
+            counted.append(result)
+            if token is None:
+                continue
+            if not sequence.in_flight:
+                raise ValueError(f"nothing is launched of sequence {sequence.number}")
+            sequence.in_flight -= 1
+            sequence.num_tokens += 1
+            if sequence.in_flight and sequence.slot is not None:
+                # Its row has been launched with the sampling of the next.
+                self._cache.advance(sequence.slot, [token])
+        return counted
 
     def finish(self, sequence: SequenceT) -> CacheCounters:
         """Ends a sequence, wherever it stands; what the cache did for it, what it found of its own
@@ -235,10 +251,13 @@ class Scheduler[SequenceT: Sequence]:
         self._stage = _Stage.PREFILL
 
     def _next_chunk(self) -> PrefillChunk[SequenceT] | None:
-        """The next chunk, or None if this step has no more. Opens the sequence if it has no slot.
+        """The next chunk, for which the cache is ready, or None if this step has no more.
+
+        Opens the sequence if it has no slot.
 
         Raises:
-            SequenceOutOfPagesError: the sequence whose turn it is does not fit, and nothing runs.
+            SequenceOutOfPagesError: the sequence whose turn it is does not fit, and nothing runs;
+                or its pages cannot be had, and other sequences are as they were.
         """
         self._open_next()
         while (sequence := self._prefilling.first()) is not None:
@@ -246,7 +265,7 @@ class Scheduler[SequenceT: Sequence]:
             if count > self._budget:
                 return None
             assert sequence.slot is not None and sequence.encoded is not None
-            if self._cache.can_prepare({sequence.slot: count}):
+            if self._prepare_chunk(sequence, sequence.slot, count):
                 return PrefillChunk(
                     sequence,
                     sequence.slot,
@@ -258,17 +277,20 @@ class Scheduler[SequenceT: Sequence]:
             self._make_room(sequence)
         return None
 
-    def _launch_chunk(self, chunk: PrefillChunk[SequenceT]) -> None:
-        """Readies the cache for a chunk, and notes that it is launched.
-
-        Raises:
-            SequenceOutOfPagesError: its pages cannot be had. Other sequences are as they were.
-        """
-        sequence, count = chunk.sequence, len(chunk.token_ids)
+    def _prepare_chunk(self, sequence: SequenceT, slot: int, count: int) -> bool:
+        """Readies the cache for so many rows; False if pages are too few."""
+        rows = {slot: count}
+        if not self._cache.can_prepare(rows):
+            return False
         try:
-            self._cache.prepare({chunk.slot: count}, staging=True)
+            self._cache.prepare(rows, staging=True)
         except OutOfPagesError as error:
             raise SequenceOutOfPagesError(sequence, str(error)) from error
+        return True
+
+    def _launch_chunk(self, chunk: PrefillChunk[SequenceT]) -> None:
+        """Notes that a chunk is launched."""
+        sequence, count = chunk.sequence, len(chunk.token_ids)
         self._cache.advance(chunk.slot, chunk.token_ids, prompt_complete=chunk.is_last)
         self._budget -= count
         self.counters.chunks += 1
@@ -287,7 +309,8 @@ class Scheduler[SequenceT: Sequence]:
         self._waiting.prompt_computed(sequence)
 
     def _next_batch(self) -> DecodeBatch[SequenceT] | None:
-        """The sequences that take one more token in this step, or None if there are none.
+        """The sequences that take one more token in this step, for which the cache is ready, or
+        None if there are none.
 
         Raises:
             SequenceOutOfPagesError: the only sequence left cannot have its next row.
@@ -299,13 +322,14 @@ class Scheduler[SequenceT: Sequence]:
                 batch.pop(slot, None)
             if not batch:
                 return None
-            if self._cache.can_prepare(dict.fromkeys(batch, 1)):
+            rows = dict.fromkeys(batch, 1)
+            if self._cache.can_prepare(rows):
+                self._cache.prepare(rows)
                 return DecodeBatch(batch)
             self._make_room(self._slots.taken[next(iter(batch))])
 
     def _launch_batch(self, batch: DecodeBatch[SequenceT]) -> None:
-        """Readies the cache for a decode step, and notes that it is launched."""
-        self._cache.prepare(dict.fromkeys(batch.sequences, 1))
+        """Notes that a decode step is launched."""
         self.counters.decoded_tokens += len(batch.sequences)
         for slot, sequence in batch.sequences.items():
             if not sequence.in_flight:
@@ -315,22 +339,6 @@ class Scheduler[SequenceT: Sequence]:
             sequence.num_left -= 1
             if not sequence.num_left:
                 self._slots.sampled(sequence)
-
-    def _confirm(self, sequence: SequenceT, token: int | None) -> bool:
-        """Notes a result; whether it counts."""
-        if sequence not in self._sequences:
-            self.counters.dropped_results += token is not None
-            return False
-        if token is None:
-            return True
-        if not sequence.in_flight:
-            raise ValueError(f"nothing is launched of sequence {sequence.number}")
-        sequence.in_flight -= 1
-        sequence.num_tokens += 1
-        if sequence.in_flight and sequence.slot is not None:
-            # Its row has been launched with the sampling of the next.
-            self._cache.advance(sequence.slot, [token])
-        return True
 
     def _open_next(self) -> None:
         """Opens the best sequence without a slot, if it is its turn, and there is room for it."""

@@ -24,7 +24,7 @@ class Phase(enum.Enum):
     PREEMPTED = enum.auto()
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and what has been generated for it. Compared by identity.
 
