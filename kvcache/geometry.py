@@ -1,4 +1,4 @@
-"""Sizes of the store in rows, pages and bytes, and the place of each position in it."""
+"""Sizes of the store in rows, pages and bytes, and where each position lies in it."""
 
 import dataclasses
 from typing import TypeVar

@@ -313,7 +313,7 @@ class KVCache[DeviceT: CacheDevice]:
         self.index.release(pages, self._clock, due=due)
 
     def check_integrity(self) -> None:
-        """Proves that every page is in one state and one place, and every count right.
+        """Proves that every page is in one state, and every count right.
 
         Raises:
             AssertionError: naming what is not.

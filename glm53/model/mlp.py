@@ -133,8 +133,8 @@ class MixtureOfExperts(nnx.Module):
 
         def combine(picked: Array, weights: Array) -> Array:
             total = jnp.zeros(picked.shape[::2], jnp.float32)
-            for choice in range(per_token):
-                total += weights[:, choice, None] * picked[:, choice].astype(jnp.float32)
+            for rank in range(per_token):
+                total += weights[:, rank, None] * picked[:, rank].astype(jnp.float32)
             return total.astype(picked.dtype)
 
         return map_row_tiles(combine, picked, weights)

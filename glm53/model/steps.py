@@ -54,7 +54,7 @@ class StepOutput:
     """Results of a step for the host.
 
     Attributes:
-        next_token: int32 [sequences], the greedy choice after each one's last row.
+        next_token: int32 [sequences], the greedy token after each one's last row.
         logits: float32 [sequences, vocab] of that row.
         hidden: [sequences, rows, hidden], the normalised hidden state of every row; `Steps.head`
             makes logits of them.

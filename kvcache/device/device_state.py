@@ -98,14 +98,14 @@ class DeviceState(CacheDevice):
         self._store = self._transitions.move(self._store, moves)
 
     def lease(
-        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots row_cache_pages"]
+        self, slots: Int32[np.ndarray, " slots"], pages: Int32[np.ndarray, "slots row_cache_pages"]
     ) -> None:
         """See `CacheDevice`."""
-        self._store = self._transitions.lease(self._store, slots, places)
+        self._store = self._transitions.lease(self._store, slots, pages)
 
-    def set_staging_pages(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
+    def set_staging_pages(self, pages: Int32[np.ndarray, " staging_pages"]) -> None:
         """See `CacheDevice`."""
-        self._store = self._transitions.set_staging_pages(self._store, places)
+        self._store = self._transitions.set_staging_pages(self._store, pages)
 
     def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """See `CacheDevice`."""

@@ -14,7 +14,7 @@ from kvcache.geometry import KVGeometry
 class CacheDevice(Protocol):
     """Changes of the device state between steps, in the order in which they are asked for.
 
-    Slots, places and pages of -1 are padding.
+    Slots and pages of -1 are padding.
     """
 
     def assign_slot(self, slot: int, pages: Int32[np.ndarray, " max_pages"], length: int) -> None:
@@ -22,21 +22,21 @@ class CacheDevice(Protocol):
         ...
 
     def set_pages(self, entries: Int32[np.ndarray, "entries 3"]) -> None:
-        """Puts pages into block tables: (slot, place in the table, page)."""
+        """Puts pages into block tables: (slot, index in the table, page)."""
         ...
 
     def move(self, moves: MoveList) -> None:
-        """Moves pages and changes the maps of places."""
+        """Moves pages and changes the maps of page indices."""
         ...
 
     def lease(
-        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots row_cache_pages"]
+        self, slots: Int32[np.ndarray, " slots"], pages: Int32[np.ndarray, "slots row_cache_pages"]
     ) -> None:
-        """Gives slots places for their row-cache rows, or takes them away."""
+        """Gives slots device pages for their row caches, or takes them away."""
         ...
 
-    def set_staging_pages(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
-        """Gives prefills places to stage pages on, in place of those they had."""
+    def set_staging_pages(self, pages: Int32[np.ndarray, " staging_pages"]) -> None:
+        """Gives prefills device pages to stage pages on, in place of those they had."""
         ...
 
     def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
@@ -75,12 +75,12 @@ class SimulatedDevice(CacheDevice):
         """Nothing to move."""
 
     def lease(
-        self, slots: Int32[np.ndarray, " slots"], places: Int32[np.ndarray, "slots row_cache_pages"]
+        self, slots: Int32[np.ndarray, " slots"], pages: Int32[np.ndarray, "slots row_cache_pages"]
     ) -> None:
-        """No places to give."""
+        """No pages to give."""
 
-    def set_staging_pages(self, places: Int32[np.ndarray, " staging_pages"]) -> None:
-        """No places to give."""
+    def set_staging_pages(self, pages: Int32[np.ndarray, " staging_pages"]) -> None:
+        """No pages to give."""
 
     def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         """The heat that was set."""

@@ -1,4 +1,4 @@
-"""The queue of byte moves between places, launched on the device in lists of fixed size."""
+"""Queue of page moves, launched on the device in lists of fixed size."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,11 +14,11 @@ class MoveList(NamedTuple):
     overwrites what another writes, so their order there does not matter.
 
     Attributes:
-        offloads: int32 [n, 2], device place to host place.
-        onloads: int32 [n, 2], host place to device place.
-        copies: int32 [n, 2], device place to device place.
+        offloads: int32 [n, 2], device page to host page.
+        onloads: int32 [n, 2], host page to device page.
+        copies: int32 [n, 2], device page to device page.
         key_copies: int32 [n, 2], page to page: index keys.
-        maps: int32 [4n, 3], page and its new device place and host place, -1 for none.
+        maps: int32 [4n, 3], page and its new device page and host page, -1 for none.
     """
 
     offloads: Int32[np.ndarray, "n 2"]
@@ -35,9 +35,9 @@ class PageMoves:
     changes of the maps. A move that this order would carry past one that it conflicts with (one of
     the two writes what the other reads or writes) launches what is queued before it. Such are:
 
-    - an offload after an onload from its host place or into its device place, after a copy into its
-      device place, or after an offload to its host place;
-    - an onload after an onload into its device place, or a copy from or into it;
+    - an offload after an onload from its host page or into its device page, after a copy into its
+      device page, or after an offload to its host page;
+    - an onload after an onload into its device page, or a copy from or into it;
     - a copy after a copy into its source, or from or into its target; key copies likewise.
 
     Maps are read by steps only, and whoever launches a step, or writes rows by other means, flushes
@@ -75,10 +75,10 @@ class PageMoves:
         self.pages_copied = 0
 
     def offload(self, device_page_index: int, host_page_index: int) -> None:
-        """Queues a copy of a device place's rows to a host place.
+        """Queues a copy of a device page's rows to a host page.
 
         Raises:
-            ValueError: a place is negative.
+            ValueError: a page index is negative.
         """
         conflict = (
             host_page_index in self._onloads.values()
@@ -89,20 +89,20 @@ class PageMoves:
         self.pages_queued_to_offload += 1
 
     def onload(self, host_page_index: int, device_page_index: int) -> None:
-        """Queues a copy of a host place's rows to a device place.
+        """Queues a copy of a host page's rows to a device page.
 
         Raises:
-            ValueError: a place is negative.
+            ValueError: a page index is negative.
         """
         conflict = device_page_index in self._copies or device_page_index in self._copies.values()
         self._queue(self._onloads, host_page_index, device_page_index, conflict)
         self.pages_queued_to_onload += 1
 
     def copy(self, source: int, target: int) -> None:
-        """Queues a copy of a device place's rows to another device place.
+        """Queues a copy of a device page's rows to another device page.
 
         Raises:
-            ValueError: a place is negative, or they are the same.
+            ValueError: a page index is negative, or they are the same.
         """
         self._queue(self._copies, source, target, self._chained(self._copies, source, target))
         self.pages_copied += 1
@@ -117,7 +117,7 @@ class PageMoves:
         self._queue(self._key_copies, source, target, conflict)
 
     def map_page(self, page: int, device_page_index: int, host_page_index: int) -> None:
-        """Queues a page's new places, -1 for none, instead of any queued before.
+        """Queues a page's new indices, -1 for none, instead of any queued before.
 
         Raises:
             ValueError: `page` is negative.
@@ -139,7 +139,7 @@ class PageMoves:
         kinds = (self._offloads, self._onloads, self._copies, self._key_copies)
         maps = np.full((4 * self._size, 3), -1, np.int32)
         if self._maps:
-            maps[: len(self._maps)] = [(page, *places) for page, places in self._maps.items()]
+            maps[: len(self._maps)] = [(page, *indices) for page, indices in self._maps.items()]
         moves = MoveList(*(self._pairs(moves) for moves in kinds), maps=maps)
         for queued in (*kinds, self._maps):
             queued.clear()
@@ -147,7 +147,7 @@ class PageMoves:
 
     def _queue(self, moves: dict[int, int], source: int, target: int, conflict: bool) -> None:
         if min(source, target) < 0:
-            raise ValueError(f"a move needs two places, got {source} and {target}")
+            raise ValueError(f"a move needs two page indices, got {source} and {target}")
         if conflict or target in moves or len(moves) == self._size:
             self.flush()
         moves[target] = source

@@ -82,8 +82,8 @@ def assign_slot(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def set_pages(sequences: SequenceState, entries: Int[Array, "entries 3"]) -> SequenceState:
-    """Puts pages into block tables: entries (slot, place, page), those with slot -1 padding."""
-    slots, places, pages = entries.T
+    """Puts pages into block tables: entries (slot, index, page), those with slot -1 padding."""
+    slots, indices, pages = entries.T
     slots = jnp.where(slots >= 0, slots, sequences.block_table.shape[0])
-    block_table = sequences.block_table.at[slots, places].set(pages, mode="drop")
+    block_table = sequences.block_table.at[slots, indices].set(pages, mode="drop")
     return dataclasses.replace(sequences, block_table=block_table)

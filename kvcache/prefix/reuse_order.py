@@ -22,7 +22,7 @@ class Reuse:
         last_use: clock of the last use; None if the time to the next says nothing.
         interval: smoothed time between uses; None before the first reuse.
         due: predicted clock of the next use.
-        rank: its place in the order, (due, ticket); None while not in it.
+        rank: its rank in the order, (due, ticket); None while not in it.
     """
 
     __slots__ = ("due", "interval", "last_use", "rank")

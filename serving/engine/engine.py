@@ -13,8 +13,9 @@ from glm53.tokenizer import Tokenizer
 from kvcache.tiers.page_states import PageState
 from serving.engine.buckets import Buckets
 from serving.engine.compile_counter import CompileCounter
+from serving.engine.launched import Launched, SequenceResult
 from serving.engine.metrics import EngineCounters, LoopMetrics
-from serving.engine.model_runner import Launched, ModelRunner, SequenceResult
+from serving.engine.model_runner import ModelRunner
 from serving.engine.open_requests import OpenRequests
 from serving.engine.out_of_memory import explained_out_of_memory
 from serving.engine.prefix_files import PrefixTransfer

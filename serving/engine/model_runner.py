@@ -1,8 +1,8 @@
 """The device side of generation: the store, the sequences in it, and launches over them.
 
 A launch returns before the device is done, and its results are fetched later: meanwhile the host
-plans the next one. What a launch needs of the one before it, such as the token that it chose, stays
-on the device.
+plans the next one. What a launch needs of the one before it, such as the token that it sampled,
+stays on the device.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Int64
+from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
 from glm53.model.steps import PrefillBatch, StepOutput, compiled_steps
@@ -27,83 +27,23 @@ from kvcache.device.store import KVStore
 from kvcache.reads import no_reads
 from serving.engine.buckets import Buckets, fit
 from serving.engine.compile_notice import compile_notice
-from serving.requests.outputs import TokenLogprobs, TokenTexts
+from serving.engine.launched import (
+    Launched,
+    Scores,
+    SequenceResult,
+    fetch_scores,
+    start_transfers,
+)
+from serving.requests.outputs import TokenTexts
 from serving.requests.sampling_params import MAX_LOGPROBS
 from serving.requests.sequence import RequestSequence
-from serving.sampling.logprobs import TopLogprobs, top_logprobs
+from serving.sampling.logprobs import top_logprobs
 from serving.sampling.sampler import Sampler
 from serving.sampling.state import SamplingState
 from serving.scheduler import DecodeBatch, Plan, PrefillChunk
 
 _SCORED_ROWS = 128
 """Rows of a prompt whose log-probabilities are found at a time."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SequenceResult:
-    """Result of a launch for one sequence.
-
-    Attributes:
-        sequence: the sequence.
-        token: the token that follows what it has; None after a chunk that is not its prompt's last.
-        logprobs: of that token, if asked for.
-        start: place among the sequence's tokens of the first row that the launch computed.
-        prompt_logprobs: of the prompt's tokens after that place; None if they were not asked for.
-        reads: what the launch has read for it; see `KVCache.read_counters`.
-    """
-
-    sequence: RequestSequence
-    token: int | None
-    logprobs: TokenLogprobs | None
-    reads: Int64[np.ndarray, " reads"]
-    start: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Scores:
-    """Log-probabilities in flight to the host.
-
-    Attributes:
-        found: of each row.
-        tokens: the tokens of the rows that count; None where the device chooses them.
-        counts: how many of the best each row wants, None for none.
-    """
-
-    found: TopLogprobs
-    tokens: Sequence[int] | None
-    counts: Sequence[int | None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Launched:
-    """A launch whose results are in flight to the host.
-
-    Attributes:
-        sequences: those that it appended to.
-        slots: int32 [groups], their slots, then padding.
-        tokens: int32 [groups], the tokens chosen.
-        reads: see `StepOutput.reads`.
-        scores: log-probabilities of the tokens, if asked for.
-        chooses: whether anybody wants the tokens.
-        start: see `SequenceResult.start`.
-        prompt_scores: of the prompt's tokens, if asked for.
-    """
-
-    sequences: list[RequestSequence]
-    slots: np.ndarray
-    tokens: jax.Array
-    reads: jax.Array | None
-    scores: _Scores | None = None
-    chooses: bool = True
-    start: int = 0
-    prompt_scores: tuple[_Scores, ...] | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its results are there."""
-        is_ready: Callable[[], bool] = getattr(self.tokens, "is_ready")  # noqa: B009 untyped in jax
-        return is_ready()
 
 
 class ModelRunner:
@@ -198,17 +138,17 @@ class ModelRunner:
     def _warm_up_prefill(self, rows: int, pages: int) -> None:
         token_ids = np.zeros((1, rows), np.int32)
         output = self._prefill(_padding_slots(1), 0, token_ids, pages)
-        self._warm_up_choice(output)
+        self._warm_up_sampling(output)
         logits, size = self._head(output.hidden, 0), self._scored_rows
         for count in self._scored_counts:
             self._score(logits, jax.device_put(_padding_slots(size) + 1), (0,), [count])
 
     def _warm_up_decode(self, count: int, pages: int) -> None:
-        self._warm_up_choice(self._decode(_padding_slots(count), pages))
+        self._warm_up_sampling(self._decode(_padding_slots(count), pages))
 
-    def _warm_up_choice(self, output: StepOutput) -> None:
-        chosen = self._sample(_padding_slots(len(output.logits)), output.logits, output.next_token)
-        for tokens in (chosen, output.next_token):
+    def _warm_up_sampling(self, output: StepOutput) -> None:
+        sampled = self._sample(_padding_slots(len(output.logits)), output.logits, output.next_token)
+        for tokens in (sampled, output.next_token):
             for count in self._scored_counts:
                 self._score(output.logits, tokens, None, [count])
 
@@ -258,11 +198,11 @@ class ModelRunner:
         if sequence.scores_prompt:
             scores = self._score_prompt(sequence, chunk, output.hidden)
         if chunk.is_last:
-            launched = self._choose([sequence], slots, output)
+            launched = self._next_tokens([sequence], slots, output)
         else:
             # Its greedy token, which is not used, shows when it is done.
-            launched = _start_transfers(
-                Launched([sequence], slots, output.next_token, output.reads, chooses=False)
+            launched = start_transfers(
+                Launched([sequence], slots, output.next_token, output.reads, samples=False)
             )
         return dataclasses.replace(launched, start=chunk.start, prompt_scores=scores)
 
@@ -273,7 +213,7 @@ class ModelRunner:
         slots[: len(sequences)] = list(sequences)
         max_pages = max(self.cache.num_pages(slot) for slot in sequences)
         output = self._decode(slots, fit(self.buckets.context_pages, max_pages))
-        return self._choose(list(sequences.values()), slots, output)
+        return self._next_tokens(list(sequences.values()), slots, output)
 
     def results(self, launched: Launched) -> list[SequenceResult]:
         """Results of a launch, in the order of its sequences; waits until the device is done.
@@ -286,11 +226,12 @@ class ModelRunner:
         sequences = launched.sequences
         texts = [self._token_texts if one.params.detokenize else None for one in sequences]
         tokens = np.asarray(launched.tokens)[: len(sequences)].tolist()
-        logprobs = _fetched(launched.scores, tokens, texts)
+        logprobs = fetch_scores(launched.scores, tokens, texts)
         prompt = None
         if launched.prompt_scores is not None:
             entries = [
-                _fetched(each, tokens, texts * len(each.counts)) for each in launched.prompt_scores
+                fetch_scores(each, tokens, texts * len(each.counts))
+                for each in launched.prompt_scores
             ]
             prompt = tuple(entry for some in entries for entry in some if entry is not None)
         if launched.reads is None:
@@ -300,7 +241,7 @@ class ModelRunner:
             reads = self.cache.note_reads(launched.slots[: len(sequences)], read)
         return [
             SequenceResult(
-                sequence, token if launched.chooses else None, entry, read, launched.start, prompt
+                sequence, token if launched.samples else None, entry, read, launched.start, prompt
             )
             for sequence, token, entry, read in zip(sequences, tokens, logprobs, reads, strict=True)
         ]
@@ -333,23 +274,23 @@ class ModelRunner:
         self._used.add(what)
         return compile_notice(what)
 
-    def _choose(
+    def _next_tokens(
         self,
         sequences: list[RequestSequence],
         slots: np.ndarray,
         output: StepOutput,
     ) -> Launched:
-        """The next token of each sequence: the step's own greedy choice, or the sampler's."""
-        chosen, sampled = output.next_token, _padding_slots(len(slots))
+        """The next token of each sequence: the step's own greedy one, or the sampler's."""
+        tokens, sampled = output.next_token, _padding_slots(len(slots))
         for row, sequence in enumerate(sequences):
             if sequence.sampling is not None:
                 sampled[row] = slots[row]
         if np.any(sampled >= 0):
-            chosen = self._sample(sampled, output.logits, output.next_token)
+            tokens = self._sample(sampled, output.logits, output.next_token)
         scores = self._score(
-            output.logits, chosen, None, [sequence.params.logprobs for sequence in sequences]
+            output.logits, tokens, None, [sequence.params.logprobs for sequence in sequences]
         )
-        return _start_transfers(Launched(sequences, slots, chosen, output.reads, scores))
+        return start_transfers(Launched(sequences, slots, tokens, output.reads, scores))
 
     def _sample(self, slots: np.ndarray, logits: jax.Array, greedy: jax.Array) -> jax.Array:
         def sample(
@@ -365,7 +306,7 @@ class ModelRunner:
 
     def _score_prompt(
         self, sequence: RequestSequence, chunk: PrefillChunk[RequestSequence], hidden: jax.Array
-    ) -> tuple[_Scores, ...]:
+    ) -> tuple[Scores, ...]:
         """Log-probabilities of the tokens after each row of a chunk."""
         first, last = chunk.start + 1, chunk.start + len(chunk.token_ids) + 1
         following, size = sequence.token_ids[first:last], self._scored_rows
@@ -392,19 +333,19 @@ class ModelRunner:
     def _score(
         self,
         logits: jax.Array,
-        chosen: jax.Array,
-        tokens: Sequence[int] | None,
+        tokens: jax.Array,
+        known: Sequence[int] | None,
         wanted: Sequence[int | None],
-    ) -> _Scores | None:
+    ) -> Scores | None:
         """Log-probabilities of a token a row, with as many of the best as each row wants."""
         counts = [self.config.vocab_size if count == -1 else count for count in wanted]
         given = [count for count in counts if count is not None]
         if not given:
             return None
-        found = top_logprobs(logits, chosen, count=fit(self._scored_counts, max(given)))
+        found = top_logprobs(logits, tokens, count=fit(self._scored_counts, max(given)))
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
-        return _Scores(found, tokens, counts)
+        return Scores(found, known, counts)
 
     @property
     def _scored_rows(self) -> int:
@@ -426,15 +367,8 @@ def _decode_name(count: int, pages: int) -> str:
 
 
 def _padding_slots(count: int) -> np.ndarray:
-    """Slots of groups that are padding."""
+    """Slots that are padding."""
     return np.full(count, -1, np.int32)
-
-
-def _start_transfers(launched: Launched) -> Launched:
-    launched.tokens.copy_to_host_async()
-    if launched.reads is not None:
-        launched.reads.copy_to_host_async()
-    return launched
 
 
 @partial(jax.jit, static_argnums=2)
@@ -444,26 +378,3 @@ def _rows_from(
     """`size` rows from `first` on, zeros beyond the last."""
     padded = jnp.pad(hidden[0], ((0, size), (0, 0)))
     return lax.dynamic_slice_in_dim(padded, first, size)
-
-
-def _fetched(
-    scores: _Scores | None, chosen: Sequence[int], texts: Sequence[TokenTexts | None]
-) -> list[TokenLogprobs | None]:
-    if scores is None:
-        return [None] * len(chosen)
-    found = jax.device_get(scores.found)
-    tokens = chosen if scores.tokens is None else scores.tokens
-    return [
-        None
-        if count is None
-        else TokenLogprobs(
-            token,
-            float(found.chosen[row]),
-            int(found.rank[row]),
-            # Copies: a view would keep what the whole batch has found.
-            found.token_ids[row, :count].copy(),
-            found.logprobs[row, :count].copy(),
-            text,
-        )
-        for row, (token, count, text) in enumerate(zip(tokens, scores.counts, texts, strict=True))
-    ]

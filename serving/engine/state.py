@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable
 
 from kvcache import OutOfPagesError
 from serving.engine.failures import FailureRun
+from serving.engine.launched import Launched
 from serving.engine.metrics import EngineCounters
-from serving.engine.model_runner import Launched, ModelRunner
+from serving.engine.model_runner import ModelRunner
 from serving.engine.open_requests import OpenRequests
 from serving.errors import describe_error, drop_tracebacks
 from serving.requests.request import Request

@@ -1,4 +1,4 @@
-"""The choice of the next token on the device, one row of logits a sequence."""
+"""Sampling of the next token on the device, one row of logits a sequence."""
 
 from serving.sampling.logprobs import TopLogprobs, top_logprobs
 from serving.sampling.sampler import Sampler

@@ -1,4 +1,4 @@
-"""Changes to the logits before a token is chosen, in vLLM's order.
+"""Changes to the logits before a token is sampled, in vLLM's order.
 
 Allowed tokens, bad words, stop ids before `min_tokens`, logit bias, penalties. All functions work
 on rows of a tile, each row on its own.
@@ -23,7 +23,7 @@ def adjust_logits(
         rows: state of each row.
 
     Returns:
-        float32 [rows, vocab]; -inf is a token that must not be chosen.
+        float32 [rows, vocab]; -inf is a token that must not be sampled.
     """
     vocab_size = logits.shape[1]
     masked = _mask(logits, ~allowed_tokens(rows.allowed, vocab_size))

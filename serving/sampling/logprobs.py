@@ -1,4 +1,4 @@
-"""Log-probabilities of the chosen and of the most likely tokens."""
+"""Log-probabilities of the sampled and of the most likely tokens."""
 
 import dataclasses
 from functools import partial
@@ -17,13 +17,13 @@ class TopLogprobs:
     """Log-probabilities under the model's own logits, unadjusted and at temperature 1.
 
     Attributes:
-        chosen: float32 [rows], of the row's given token.
+        logprob: float32 [rows], of the row's given token.
         rank: int32 [rows], the given token's place among all, from 1.
         token_ids: int32 [rows, count], best first, the lower id first among equals.
         logprobs: float32 [rows, count], theirs.
     """
 
-    chosen: Float[Array, " rows"]
+    logprob: Float[Array, " rows"]
     rank: Int[Array, " rows"]
     token_ids: Int[Array, "rows count"]
     logprobs: Float[Array, "rows count"]
@@ -66,7 +66,7 @@ def _tile_logprobs(
     ahead = (logits > given) | ((logits == given) & (ids < tokens[:, None]))
     best, token_ids = lax.top_k(logits, count)
     return TopLogprobs(
-        chosen=(given - largest - log_sum)[:, 0],
+        logprob=(given - largest - log_sum)[:, 0],
         rank=1 + ahead.sum(axis=1, dtype=jnp.int32),
         token_ids=token_ids,
         logprobs=best - largest - log_sum,

@@ -1,4 +1,4 @@
-"""The choice of the next token of each sequence, and the launch that makes it."""
+"""Sampler of the next token of each sequence, and its launch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 
 def sample_rows(logits: Float[Array, "rows vocab"], rows: SamplingState) -> Int[Array, " rows"]:
-    """Chooses a token for each row, the same bits whatever the other rows are.
+    """Samples a token for each row, the same bits whatever the other rows are.
 
     Greedy rows take the largest adjusted logit, the lowest id among equals. The others draw from
     the tokens that the filters keep, with noise that depends on the row's key and number of output
@@ -35,10 +35,10 @@ def sample_rows(logits: Float[Array, "rows vocab"], rows: SamplingState) -> Int[
     """
     leaves, structure = jax.tree.flatten(rows)
 
-    def choose(logits: jax.Array, *leaves: jax.Array) -> jax.Array:
+    def sample_tile(logits: jax.Array, *leaves: jax.Array) -> jax.Array:
         return _choose(logits, jax.tree.unflatten(structure, leaves))
 
-    return map_row_tiles(choose, logits, *leaves)
+    return map_row_tiles(sample_tile, logits, *leaves)
 
 
 def _choose(logits: Float[Array, "rows vocab"], rows: SamplingState) -> Int[Array, " rows"]:
@@ -67,21 +67,21 @@ def _gumbel_noise(
 def sample(
     state: SamplingState,
     sequences: SequenceState,
-    slots: Int[Array, " groups"],
-    logits: Float[Array, "groups vocab"],
-    greedy: Int[Array, " groups"],
-) -> tuple[Int[Array, " groups"], SamplingState, SequenceState]:
-    """Chooses the next token of sequences and records it.
+    slots: Int[Array, " sequences"],
+    logits: Float[Array, "sequences vocab"],
+    greedy: Int[Array, " sequences"],
+) -> tuple[Int[Array, " sequences"], SamplingState, SequenceState]:
+    """Samples the next token of sequences and records it.
 
     Args:
         state: of all slots; history, recent tokens and their number go on.
-        sequences: of all slots; `last_token` becomes the chosen one.
-        slots: int32, all different; -1 keeps the greedy choice and changes nothing.
+        sequences: of all slots; `last_token` becomes the sampled one.
+        slots: int32, all different; -1 keeps the greedy token and changes nothing.
         logits: float32 after each sequence's last token.
-        greedy: int32, the step's own choice.
+        greedy: int32, the step's own token.
 
     Returns:
-        The tokens, int32 [groups]; the state; the sequences.
+        The tokens, int32 [sequences]; the state; the sequences.
     """
     readable = jnp.maximum(slots, 0)
     rows = jax.tree.map(lambda array: array[readable], state)
@@ -123,8 +123,8 @@ class Sampler:
         Args:
             state: of all slots.
             slot: the slot.
-            values: how the request chooses its tokens.
-            output_ids: what it has chosen so far, in another slot.
+            values: how the request samples its tokens.
+            output_ids: what it has sampled so far, in another slot.
 
         Raises:
             ValueError: there is no such slot, or a token id is not in the vocabulary.

@@ -37,7 +37,7 @@ class SamplingState:
     """State by sequence slot, replicated on every device and donated.
 
     Attributes:
-        temperature: float32 [slots]; below 1e-5 the choice is greedy.
+        temperature: float32 [slots]; below 1e-5 sampling is greedy.
         top_p: float32 [slots]; 1 is off.
         min_p: float32 [slots]; 0 is off.
         repetition_penalty: float32 [slots]; 1 is off.
@@ -45,10 +45,10 @@ class SamplingState:
         frequency_penalty: float32 [slots]; 0 is off.
         top_k: int32 [slots]; 0 is off.
         key: uint32 [slots, 2], the random key that the seed gives.
-        num_output: int32 [slots], tokens chosen so far.
+        num_output: int32 [slots], tokens sampled so far.
         min_tokens: int32 [slots].
         stop_ids: int32 [slots, MAX_STOP_IDS], -1 is none; masked while fewer than `min_tokens`
-            tokens are chosen.
+            tokens are sampled.
         bias_ids: int32 [slots, MAX_LOGIT_BIAS], -1 is none.
         bias: float32 [slots, MAX_LOGIT_BIAS], added to those tokens' logits.
         allowed: uint32 [slots, vocab / 32 rounded up]; bit t mod 32 of word t div 32
@@ -113,10 +113,10 @@ class SlotSampling:
         presence_penalty: taken off the logits of tokens of the output; 0 is off.
         frequency_penalty: taken off for each time a token is in the output; 0 is off.
         seed: a signed or unsigned 64-bit integer.
-        min_tokens: tokens before which no stop id is chosen.
+        min_tokens: tokens before which no stop id is sampled.
         stop_ids: the ids that `min_tokens` is about; stopping itself is the host's.
         logit_bias: what to add to the logits of tokens.
-        allowed_token_ids: the only tokens to choose from; None is all.
+        allowed_token_ids: the only tokens to sample from; None is all.
         bad_words: token sequences that the output shall not hold.
         prompt_token_ids: tokens of the prompt, for `repetition_penalty`.
 

@@ -182,9 +182,9 @@ def test_maps_fill_up_by_page() -> None:
 def test_a_move_without_a_place_is_refused(kind: str) -> None:
     """Padding queued as a move, which the device would drop in silence."""
     page_moves = PageMoves(Device().launch, 1)
-    with pytest.raises(ValueError, match="two places, got -1 and 2"):
+    with pytest.raises(ValueError, match="two page indices, got -1 and 2"):
         queue(page_moves, kind, -1, 2)
-    with pytest.raises(ValueError, match="two places, got 2 and -1"):
+    with pytest.raises(ValueError, match="two page indices, got 2 and -1"):
         queue(page_moves, kind, 2, -1)
 
 

@@ -22,7 +22,8 @@ from kvcache import KVCache, SimulatedDevice
 from kvcache.prefix_transfer import PrefixImport, export_prefix
 from kvcache.tiers.page_states import PageState
 from serving.engine.buckets import Buckets
-from serving.engine.model_runner import Launched, ModelRunner
+from serving.engine.launched import Launched
+from serving.engine.model_runner import ModelRunner
 from serving.options.store_options import max_step_rows
 from serving.scheduler import PrefillChunk
 from tests.helpers.golden import golden_config

@@ -26,7 +26,7 @@ def check(logits: np.ndarray, tokens: np.ndarray, count: int) -> None:
     np.testing.assert_allclose(
         found.logprobs, np.take_along_axis(expected, best, axis=1), rtol=1e-5, atol=1e-5
     )
-    np.testing.assert_allclose(found.chosen, expected[rows, tokens], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.logprob, expected[rows, tokens], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(found.rank, 1 + np.argmax(order == tokens[:, None], axis=1))
 
 
