@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Shaped
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -91,7 +92,7 @@ class SafetensorsFile:
                 f"the file at {size}"
             )
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """Reads one tensor. Its bytes are not kept.
 
         Raises:

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from pallas_kernels.common.types import Ref, Scalar
 
 LARGEST_BLOCK = 8192
 """Most elements of a block: 64 registers a thread, and 48 KiB of shared memory."""
@@ -30,25 +32,25 @@ NEVER = jnp.iinfo(jnp.int32).min
 _INDEX_BITS = (LARGEST_BLOCK - 1).bit_length()
 
 
-def layout(size: int) -> Any:
+def _layout(size: int) -> Any:
     """The layout of an array of `size`: element i in thread i modulo 128, so any offset is
     aligned."""
     return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
 
 
-def load(reference: Any, start: int | Int[Array, ""], size: int) -> jax.Array:
+def load(reference: Ref, start: Scalar, size: int) -> Shaped[Array, " size"]:
     """Elements of a one-dimensional reference from `start` on."""
-    return plgpu.load(reference.at[pl.ds(start, size)], layout=layout(size))
+    return plgpu.load(reference.at[pl.ds(start, size)], layout=_layout(size))
 
 
 def indices(size: int) -> Int[Array, " size"]:
     """0, 1, ... in the layout of the arrays here."""
-    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout(size))
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=_layout(size))
 
 
 def filled(size: int, value: int) -> Int[Array, " size"]:
     """An array of one value."""
-    return plgpu.layout_cast(jnp.full((size,), value, jnp.int32), layout(size))
+    return plgpu.layout_cast(jnp.full((size,), value, jnp.int32), _layout(size))
 
 
 def count(mask: Bool[Array, " size"]) -> Int[Array, ""]:
@@ -134,7 +136,7 @@ def choose(
     return (keys > threshold) | ((keys == threshold) & (order < -bound))
 
 
-def compact(chosen: Bool[Array, " size"], buffer: Any) -> None:
+def compact(chosen: Bool[Array, " size"], buffer: Ref) -> None:
     """Writes the indices of what is chosen, ascending, to the front of the buffer.
 
     Args:
@@ -168,7 +170,7 @@ def _farthest(size: int) -> int:
     return 1 << ((size - 1).bit_length() - 1)
 
 
-def _unchosen_before(chosen: Bool[Array, " size"], buffer: Any) -> Int[Array, " size"]:
+def _unchosen_before(chosen: Bool[Array, " size"], buffer: Ref) -> Int[Array, " size"]:
     """Number of elements before each that are not chosen.
 
     A running sum by doubling. Two halves share a word, as no sum of a half exceeds 16 bits.
