@@ -49,7 +49,7 @@ def offload_pages(
 
     def plan(host: Ref, slab: Ref, moves: Ref) -> Copies:
         def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
-            move, page_row, span = _place(transfer, host.shape[1], spans)
+            move, page_row, span = _locate(transfer, host.shape[1], spans)
             page = moves[move, 0]
 
             def layers(start: Scalar, size: int) -> None:
@@ -59,7 +59,7 @@ def offload_pages(
             spans.visit(span, layers)
 
         def put(transfer: Scalar, slot: Ref) -> None:
-            move, page_row, span = _place(transfer, host.shape[1], spans)
+            move, page_row, span = _locate(transfer, host.shape[1], spans)
             target = host.at[moves[move, 1], page_row]
 
             def layers(start: Scalar, size: int) -> None:
@@ -95,7 +95,7 @@ def onload_pages(
 
     def plan(slab: Ref, host: Ref, moves: Ref) -> Copies:
         def fetch(transfer: Scalar, slot: Ref, barrier: Ref) -> None:
-            move, page_row, span = _place(transfer, host.shape[1], spans)
+            move, page_row, span = _locate(transfer, host.shape[1], spans)
             source = host.at[moves[move, 0], page_row]
 
             def layers(start: Scalar, size: int) -> None:
@@ -104,7 +104,7 @@ def onload_pages(
             spans.visit(span, layers)
 
         def put(transfer: Scalar, slot: Ref) -> None:
-            move, page_row, span = _place(transfer, host.shape[1], spans)
+            move, page_row, span = _locate(transfer, host.shape[1], spans)
             page = moves[move, 1]
 
             def layers(start: Scalar, size: int) -> None:
@@ -138,8 +138,8 @@ def copy_pages(
 
     def plan(slab: Ref, moves: Ref) -> Copies:
         def part(transfer: Scalar, end: int, run: Any) -> None:
-            line, span = divide(transfer, spans.count)
-            move, layer = divide(line, layers)
+            moved, span = divide(transfer, spans.count)
+            move, layer = divide(moved, layers)
             page = slab.at[layer, moves[move, end]]
             spans.visit(
                 span,
@@ -175,10 +175,10 @@ def _layout(slab: jax.Array) -> tuple[tuple[int, int], Spans]:
     return row, Spans.even(layers, lines_within(width * slab.dtype.itemsize))
 
 
-def _place(transfer: Scalar, rows: int, spans: Spans) -> tuple[Scalar, Scalar, Scalar]:
+def _locate(transfer: Scalar, rows: int, spans: Spans) -> tuple[Scalar, Scalar, Scalar]:
     """Move, row of the page and span of its layers of a transfer."""
-    line, span = divide(transfer, spans.count)
-    return *divide(line, rows), span
+    moved, span = divide(transfer, spans.count)
+    return *divide(moved, rows), span
 
 
 def _count(moves: Ref) -> Scalar:
