@@ -41,7 +41,7 @@ class CacheCounters:
     @classmethod
     def of_reads(cls, reads: Int64[np.ndarray, " reads"], row_bytes: int) -> "CacheCounters":
         """Counters of reads that `ReadCounts.update` has returned."""
-        counts = Reads(*reads.tolist())
+        counts = Reads.unpack(reads)
         return cls(
             resident_reads=counts.resident,
             row_cache_reads=counts.row_cache,

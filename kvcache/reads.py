@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Array, Int, Int64
 
 from pallas_kernels.common.pytree import pytree_dataclass
 
@@ -13,7 +15,7 @@ class Reads[Count]:
     """Counts of what steps read, arrays or numbers. A read is one row that an index group selected
     for one token.
 
-    The device keeps them in one array, the fields side by side: `NUM_READS` entries a device.
+    They are kept and sent packed, in one array with the fields side by side.
 
     Attributes:
         resident: rows read on resident pages.
@@ -31,6 +33,15 @@ class Reads[Count]:
     host: Count
     missed: Count
     layer_rows_staged: Count
+
+    def pack(self: "Reads[Int[Array, ' sequences']]") -> Int[Array, "sequences reads"]:
+        """Counts of sequences, side by side."""
+        return jnp.stack(jax.tree.leaves(self), axis=1)
+
+    @classmethod
+    def unpack(cls, packed: Int[np.ndarray, " reads"]) -> "Reads[int]":
+        """Counts as Python's numbers, of one sequence or of a sum."""
+        return Reads(*packed.tolist())
 
 
 NUM_READS = len(dataclasses.fields(Reads))

@@ -55,6 +55,17 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         pytest.fail(f"{compiled} programs were compiled: mark the test, or its file, `compiles`")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def host_pages_unlike_device_pages() -> Iterator[None]:
+    """No index of a page that is right in place of another by chance."""
+    # Imported late, since it imports jax, whose settings tests/aot changes.
+    from tests.helpers.free_lists import use_host_list
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_host_list(patch)
+        yield
+
+
 @pytest.fixture
 def as_a_user() -> Iterator[None]:
     """Without the type checks of the tests, which would refuse wrong types first."""

@@ -116,7 +116,7 @@ class Decoder:
     def reads(self) -> Reads[int]:
         """Returns the rows that steps have read since the store was made, summed over slots."""
         assert self._store.host is not None
-        return Reads(*np.asarray(self._store.host.reads).sum(0).tolist())
+        return Reads.unpack(np.asarray(self._store.host.reads).sum(0))
 
     def forget(self, count: int, seed: int) -> None:
         """Drops `count` random cached rows that the last step read, of each slot and index

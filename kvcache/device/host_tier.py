@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -87,5 +86,5 @@ class HostTier:
         return dataclasses.replace(
             self,
             selections=self.selections.at[counted].add(1.0, mode="drop"),
-            reads=self.reads.at[target].add(jnp.stack(jax.tree.leaves(reads), axis=1), mode="drop"),
+            reads=self.reads.at[target].add(reads.pack(), mode="drop"),
         )

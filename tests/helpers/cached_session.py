@@ -14,7 +14,7 @@ from glm53.model.kv_geometry import kv_geometry
 from glm53.model.sharding import make_mesh
 from glm53.model.steps import PrefillBatch, StepOutput, compiled_steps
 from kvcache import DeviceState, KVCache, KVGeometry, KVStore
-from kvcache.reads import Reads, no_reads
+from kvcache.reads import NUM_READS, Reads, no_reads
 from pallas_kernels.common.row_format import RowKind
 from tests.helpers.session import Session, with_all_logits
 
@@ -194,13 +194,13 @@ class CachedSession:
         output = with_all_logits(self.steps, self.params, output)
         for slot, ids in tokens.items():
             self.cache.advance(slot, ids.tolist(), prompt_complete=complete)
-        return output, Reads(*(self._reads() - before).tolist())
+        return output, Reads.unpack(self._reads() - before)
 
     def _reads(self) -> np.ndarray:
         host = self.cache.device.store.host
         if host is None:
             return no_reads()
-        return np.array(host.reads, np.int64).reshape(-1, len(no_reads())).sum(axis=0)
+        return np.array(host.reads, np.int64).reshape(-1, NUM_READS).sum(axis=0)
 
     def _overwrite_unused(self) -> None:
         """Puts garbage wherever nothing lies that the next step may read."""

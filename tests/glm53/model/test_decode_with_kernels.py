@@ -199,7 +199,7 @@ def test_equal_to_references(
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
     counts = np.asarray(host_tier(expected_state).reads).sum(axis=0)
-    reads = Reads(*counts.tolist())
+    reads = Reads.unpack(counts)
     assert min(reads.resident, reads.row_cache, reads.staged, reads.host) > 5, reads
     # The kernel adds index scores in another order, and may be off by about 3e-4 here.
     means, others = (host_tier(state).row_cache.mean for state in (found_state, expected_state))

@@ -10,9 +10,12 @@ import random
 import sys
 from collections import Counter
 
+import pytest
+
 from kvcache import KVCache, KVGeometry
 from pallas_kernels.common.row_format import RowFormat
 from serving.scheduler import Scheduler
+from tests.helpers.free_lists import use_host_list
 from tests.serving.scheduler.history import History, random_arrival
 from tests.serving.scheduler.mock_engine import MockEngine
 from tests.serving.scheduler.places import PlacesDevice
@@ -128,6 +131,7 @@ def soak(policy: str, seed: int, num_steps: int) -> dict[str, int]:
 def main() -> None:
     """Prints what there was, in JSON: policy, seed and steps are the arguments."""
     policy, seed, num_steps = sys.argv[1:]
+    use_host_list(pytest.MonkeyPatch())
     print(json.dumps(soak(policy, int(seed), int(num_steps))))
 
 
