@@ -109,7 +109,8 @@ def resolve_selection(
     if host is None:
         return store, ResolvedRows(_by_token(row_ids), None)
     num_layers = jnp.asarray(geometry.group_layers, jnp.int32)[index_group]
-    resident = jnp.sum((row_ids >= 0) & (row_ids < geometry.slab_rows), axis=(1, 2))
+    on_host = row_ids >= geometry.slab_rows
+    resident = jnp.sum((row_ids >= 0) & ~on_host, axis=(1, 2))
     if summary is not None:
         layers = IndexGroup(index_group, first_layer, num_layers)
         selected = SelectedRows(slots, positions // geometry.num_devices, row_ids, summary)
