@@ -77,7 +77,7 @@ class Forward:
         geometry: the store's sizes.
         batch: the rows to compute.
         position_lag: RoPE position of a row is its position minus this; 1 for the MTP layer, whose
-            row from token p + 1 and the hidden state of p lies in slot p + 1. Positions below it
+            row from token p + 1 and the hidden state of p lies at position p + 1. Positions below it
             are never selected.
     """
 

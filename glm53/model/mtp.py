@@ -2,8 +2,9 @@
 
 DeepSeek-V3 (arXiv:2412.19437), section 2.2; a selection shared by drafts: z.ai/blog/glm-5.2.
 
-The row made from the hidden state of position p and the token at p + 1 lies in slot p + 1, so that
-a page's bytes depend only on tokens up to its own end. Slot 0 holds nothing and is never selected.
+The row made from the hidden state of position p and the token at p + 1 lies at position p + 1, so
+that a page's bytes depend only on tokens up to its own end. Position 0 holds nothing and is never
+selected.
 """
 
 import jax.numpy as jnp
