@@ -77,8 +77,8 @@ class Forward:
         geometry: the store's sizes.
         batch: the rows to compute.
         position_lag: RoPE position of a row is its position minus this; 1 for the MTP layer, whose
-            row from token p + 1 and the hidden state of p lies at position p + 1. Positions below it
-            are never selected.
+            row from token p + 1 and the hidden state of p lies at position p + 1. Positions below
+            this are never selected.
     """
 
     def __init__(

@@ -88,7 +88,8 @@ class DraftOutput:
     Attributes:
         token_ids: int32 [sequences, drafts], greedy.
         logits: float32 [sequences, drafts, vocab].
-        selected: int32 [sequences, k], positions that the first draft row selected, ascending, then -1.
+        selected: int32 [sequences, k], positions that the first draft row selected, ascending, then
+            -1.
     """
 
     token_ids: Int[Array, "sequences drafts"]
