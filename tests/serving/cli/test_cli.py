@@ -388,6 +388,8 @@ def test_interrupted_imports() -> None:
     """Control-C before the command runs, also in a callback, where Python would go on."""
     done = run(
         "import signal, sys\n"
+        # Tests that run in the background have inherited that it is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupting:\n"
         # In this thread: of a signal to the process another thread may take notice, later.
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
