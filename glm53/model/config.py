@@ -1,5 +1,7 @@
 """The one frozen configuration of the model, read from a Hugging Face `config.json`.
 
+The model is GLM-5's (arXiv:2602.15763).
+
 Decisions:
 * What the file says twice must agree; what this implementation does not compute is refused by name.
 * The schedule of indexers is always held as the explicit list `indexer_types`.

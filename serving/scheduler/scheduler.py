@@ -223,6 +223,7 @@ class Scheduler[SequenceT: Sequence]:
         if sequence.slot is not None:
             self._close(sequence)
         self._waiting.ended(sequence)
+        sequence.encoded = None
         return sequence.counters
 
     def check_integrity(self) -> None:
