@@ -21,7 +21,7 @@ class Pins:
         self._residency = residency
 
     def bring_back(self, sequence: SequencePages) -> None:
-        """Has all pages of a sequence that starts on the device, if they are to stay there."""
+        """Onloads and pins all pages of a sequence that starts, where steps read no host pages."""
         if not self._all:
             return
         self.add(sequence, *sequence.pages)

@@ -158,19 +158,14 @@ class Forward:
         """
         hidden, store, _ = state
         indexer = self.model.layers.indexer.projector(index.index_layer)
-        with jax.named_scope("project"):
-            query, kv_latent, k_pe, *indexed = self.project(index, hidden, indexer)
-            index_query, head_weights, index_key = indexed
-            store = self.append(index, store, kv_latent, k_pe)
-            store = append_index_keys(
-                store, self.geometry, index.index_layer, index_key, *self.targets
-            )
-            with jax.named_scope("select"):
-                selected = self.select(index, store, index_query, head_weights)
-                store, selection = self.resolve(index, store, *selected)
-        with jax.named_scope("attend"):
-            store, attn_output, lse = self.attend(index, store, query, selection)
-            hidden = hidden + self.output(index, attn_output, lse)
+        query, kv_latent, k_pe, *indexed = self.project(index, hidden, indexer)
+        index_query, head_weights, index_key = indexed
+        store = self.append(index, store, kv_latent, k_pe)
+        store = self.append_index_key(index, store, index_key)
+        positions, summary = self.select(index, store, index_query, head_weights)
+        store, selection = self.resolve(index, store, positions, summary)
+        store, attn_output, lse = self.attend(index, store, query, selection)
+        hidden = hidden + self.output(index, attn_output, lse)
         return LayerState(hidden + self.mlp(index, hidden), store, selection)
 
     def shared_layer(self, index: LayerIndex, state: LayerState) -> LayerState:
@@ -179,14 +174,13 @@ class Forward:
         IndexShare (arXiv:2603.12201).
         """
         hidden, store, selection = state
-        with jax.named_scope("project"):
-            query, kv_latent, k_pe = self.project(index, hidden)
-            store = self.append(index, store, kv_latent, k_pe)
-        with jax.named_scope("attend"):
-            store, attn_output, lse = self.attend(index, store, query, selection)
-            hidden = hidden + self.output(index, attn_output, lse)
+        query, kv_latent, k_pe = self.project(index, hidden)
+        store = self.append(index, store, kv_latent, k_pe)
+        store, attn_output, lse = self.attend(index, store, query, selection)
+        hidden = hidden + self.output(index, attn_output, lse)
         return LayerState(hidden + self.mlp(index, hidden), store, selection)
 
+    @jax.named_scope("project")
     def project(
         self,
         index: LayerIndex,
@@ -208,6 +202,7 @@ class Forward:
 
         return map_row_tiles(project_tile, hidden, self.cos, self.sin)
 
+    @jax.named_scope("append")
     def append(
         self,
         index: LayerIndex,
@@ -218,6 +213,15 @@ class Forward:
         """Writes the rows' cache entries of a layer."""
         return append_rows(store, self.geometry, index.layer, kv_latent, k_pe, *self.targets)
 
+    @jax.named_scope("append")
+    def append_index_key(
+        self, index: LayerIndex, store: KVStore, index_key: Float[Array, "tokens width"]
+    ) -> KVStore:
+        """Writes the rows' index keys of a full layer."""
+        where = (index.index_layer, index_key, *self.targets)
+        return append_index_keys(store, self.geometry, *where)
+
+    @jax.named_scope("select")
     def select(
         self,
         index: LayerIndex,
@@ -237,6 +241,7 @@ class Forward:
             index_topk=self.config.index_topk,
         )
 
+    @jax.named_scope("resolve")
     def resolve(
         self,
         index: LayerIndex,
@@ -258,6 +263,7 @@ class Forward:
         )
         return store, Selection(positions, rows)
 
+    @jax.named_scope("attend")
     def attend(
         self,
         index: LayerIndex,
@@ -270,6 +276,7 @@ class Forward:
         scale = self.config.qk_head_dim**-0.5
         return attend_rows(store, self.geometry, index.layer, query, selection.rows, scale)
 
+    @jax.named_scope("output")
     def output(
         self,
         index: LayerIndex,

@@ -22,7 +22,7 @@ from pallas_kernels.common.types import Scalar, Slab
 from pallas_kernels.resolve_rows import RowCache, SelectedRows, resolve_rows
 from pallas_kernels.stage_rows import stage_rows
 
-MAX_ROWS_TO_RESOLVE = 8
+MAX_ROWS_WITH_ROW_CACHE = 8
 """Most rows of a sequence in a step that uses its row-cache rows: a token and its drafts."""
 
 ScoreSummary = Float[Array, "sequences entries"] | None
@@ -84,7 +84,9 @@ def resolve_selection(
     summary: ScoreSummary,
     device: Int[Array, ""],
 ) -> tuple[KVStore, ResolvedRows]:
-    """Finds the rows that an index group selected, and stages what is not on the device.
+    """Finds the rows that an index group selected, and brings missed rows to the row cache.
+
+    A step without the row cache plans which pages its layers stage instead.
 
     Args:
         store: the store.
@@ -139,7 +141,7 @@ def summarize_scores(
         scores: index scores of this device's rows of each sequence.
     """
     host = store.host
-    if host is None or positions.shape[1] > MAX_ROWS_TO_RESOLVE:
+    if host is None or positions.shape[1] > MAX_ROWS_WITH_ROW_CACHE:
         return None
 
     def summarize(sequence: tuple[Array, Array, Array]) -> Array:

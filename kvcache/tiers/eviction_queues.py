@@ -21,7 +21,7 @@ _NONE = (math.inf, 1 << 63)  # beyond any order
 
 
 class PageQueue:
-    """The pages that qualify for something, lowest order first.
+    """Queue of the pages with one property, such as being droppable, lowest order first.
 
     Built when first asked for a page after `invalidate`, of the pages of lowest heat, or highest,
     and again once those are used up: a pass over all pages in numpy, and Python for some dozens.
@@ -116,7 +116,7 @@ class EvictionQueues:
     since heat was last measured counts as hotter than any that was.
 
     Attributes:
-        coldest: droppable pages, least loss first.
+        coldest: droppable pages, least loss first; a DIRTY one is offloaded before it is dropped.
         coldest_dirty: those of them that are DIRTY.
         hottest_clean: CLEAN pages, hottest first.
         hottest_host: HOST pages that are referenced and have been selected, hottest first.

@@ -1,7 +1,7 @@
 """Choice of the implementation of an operation: its kernel or its reference.
 
-Every operation takes `implementation=`. Left at None, it is the kernel on a GPU where the shapes
-are supported, and the reference elsewhere. Callers never ask which one runs; they skip idle work
+Operations take `implementation=`. Left at None, it is the kernel on a GPU where the shapes are
+supported, and the reference elsewhere. Callers never ask which one runs; they skip idle work
 with `run_if`.
 """
 

@@ -40,8 +40,9 @@ def load_model(options: argparse.Namespace) -> LLM:
     """The model that the arguments of `add_engine_options` ask for.
 
     Raises:
-        StartError: it could not be loaded, and the cause is none that names itself.
-        ValueError, OSError, NotImplementedError, MemoryError, ImportError: likewise, and it does.
+        StartError: it could not be loaded, for a cause without a message for users.
+        ValueError, OSError, NotImplementedError, MemoryError, ImportError: it could not be loaded;
+            the message says why.
     """
     fields = [field.name for field in dataclasses.fields(EngineOptions)]
     with starting(f"loading {options.model}"):

@@ -69,7 +69,7 @@ class Engine:
         config: the model's configuration.
         tokenizer: None if the model has none.
         max_model_len: longest prompt and output together, in tokens.
-        reader: makes requests of prompts; any thread may use it.
+        input_processor: makes requests of prompts; any thread may use it.
         runner: the device side.
         requests: those that have not ended.
 

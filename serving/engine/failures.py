@@ -42,7 +42,7 @@ class FailureRun:
             logger.error("%s", self._message)
 
     def end(self) -> None:
-        """Notes a token."""
+        """Ends the run of failures, as a token has come."""
         self._errors.clear()
 
     @property

@@ -64,8 +64,8 @@ class EngineOptions:
     Raises:
         TypeError: an unknown option; the message says what it is called here, if it is known from
             elsewhere.
-        ValueError: a count, a flag or the model is none; the message names it. All else is refused
-            when the engine is made.
+        ValueError: a count, a flag or the model is invalid; the message names it. All else is
+            refused when the engine is made.
     """
 
     model: str | Path = BUILT_IN_MODEL

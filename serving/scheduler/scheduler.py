@@ -49,8 +49,9 @@ class Scheduler[SequenceT: Sequence]:
     is preempted, and computed again from what the cache has kept. So the oldest of highest priority
     always ends.
 
-    A step has chunks of at most `max_num_batched_tokens` tokens together, and one at least if any
-    can be computed. A chunk that is not the first of its step is not cut to what is left of them.
+    The chunks of a step have at most `max_num_batched_tokens` tokens together. There is one at
+    least if any can be computed, and a later one that would exceed them waits for the next step
+    instead of being cut.
 
     Args:
         cache: where the sequences' rows are.
@@ -155,7 +156,7 @@ class Scheduler[SequenceT: Sequence]:
         """Plans the next launch of a step, and readies the cache for it.
 
         First the chunks of prompts, then one more token of everything whose tokens are launched,
-        but for those whose last chunk is of this step. Where pages are short, the youngest lose
+        except those whose last chunk is of this step. Where pages are short, the youngest lose
         their slots first. A plan is to be run before the next is asked for, which may use the rows
         that it writes.
 
@@ -358,7 +359,7 @@ class Scheduler[SequenceT: Sequence]:
                 tokens,
                 min(len(tokens) + _RESERVED_ROWS, max_rows),
                 use_prefix=sequence.reuse_prefix,
-                # A page for each, lest it is preempted as soon as one of them grows.
+                # A page for each, to avoid preempting it as soon as one of them grows.
                 spare_pages=len(self._slots),
             )
         except OutOfPagesError as error:
@@ -402,7 +403,7 @@ class Scheduler[SequenceT: Sequence]:
             self._close(sequence)
         if draining:
             return
-        sequence = self._slots.youngest()
+        sequence = self._slots.next_to_preempt()
         if sequence is None:
             raise does_not_fit(needy, needy.num_rows + 1, "one more row")
         self._close(sequence, preempted=True)

@@ -55,8 +55,8 @@ class Slots[SequenceT: Sequence]:
         self._free.append(sequence.slot)
         sequence.slot = None
 
-    def youngest(self) -> SequenceT | None:
-        """Whom to preempt: of lowest priority, then opened last. None if there is only one."""
+    def next_to_preempt(self) -> SequenceT | None:
+        """Sequence to preempt: of lowest priority, then opened last; None if there is but one."""
         unfinished = [
             sequence for sequence in self.taken.values() if sequence.phase is not Phase.DRAINING
         ]

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE
+from kvcache.device.resolve import MAX_ROWS_WITH_ROW_CACHE
 from kvcache.tiers.page_states import PageState
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import sparse_attention
@@ -53,7 +53,7 @@ def test_mostly_on_the_host(
     )
     session.cache.open(1, tokens[: len(ids)].tolist(), len(tokens))
     full = [layer for layer, kind in enumerate(config.indexer_types) if kind == "full"]
-    uses_row_cache_rows = rows <= MAX_ROWS_TO_RESOLVE
+    uses_row_cache_rows = rows <= MAX_ROWS_WITH_ROW_CACHE
     logits, selected, reads = [], [], Counter[str]()
     for start in range(0, len(tokens), rows):
         some = tokens[start : start + rows]

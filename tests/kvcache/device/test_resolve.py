@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from glm53.model.sharding import make_mesh
 from kvcache import KVGeometry, KVStore
-from kvcache.device.resolve import MAX_ROWS_TO_RESOLVE, resolve_selection
+from kvcache.device.resolve import MAX_ROWS_WITH_ROW_CACHE, resolve_selection
 from kvcache.device.store import MESH_AXIS, in_host, on_device
 from kvcache.reads import Reads
 from pallas_kernels.common.host_memory import HOST_MEMORY
@@ -24,7 +24,7 @@ FIRST_LAYER = (0, 1)
 DEVICE_PAGES, HOST_PAGES = 14, 18
 NUM_ENTRIES, ROW_CACHE_PAGES, STAGING_PAGES = 6, 2, 3
 SEQUENCES, K = 3, 10
-PREFILL_ROWS = MAX_ROWS_TO_RESOLVE + 1
+PREFILL_ROWS = MAX_ROWS_WITH_ROW_CACHE + 1
 FIELDS = [field.name for field in dataclasses.fields(Reads)]
 NOTHING = -7  # in every row that holds no page's
 
@@ -59,7 +59,7 @@ def compiled(num_devices: int) -> Callable:
     sizes, mesh = geometry(num_devices), make_mesh(num_devices)
 
     def local(store, group, layers, slots, tables, positions, scores):
-        summary = scores if positions.shape[1] <= MAX_ROWS_TO_RESOLVE else None
+        summary = scores if positions.shape[1] <= MAX_ROWS_WITH_ROW_CACHE else None
         device = jax.lax.axis_index(MESH_AXIS)
         store, resolved = resolve_selection(
             on_device(store),
@@ -260,7 +260,7 @@ class Driver:
             counts = dict.fromkeys(FIELDS, 0)
             counts["resident"] = int(((pages[index] >= 0) & ~spilled[index]).sum())
             wanted, elsewhere = positions[index][spilled[index]].tolist(), in_place[index]
-            if positions.shape[1] > MAX_ROWS_TO_RESOLVE:
+            if positions.shape[1] > MAX_ROWS_WITH_ROW_CACHE:
                 staged = np.isin(pages[index], staged_pages[:room]) & spilled[index]
                 np.testing.assert_array_equal(elsewhere, spilled[index] & ~staged)
                 counts |= {"staged": int(staged.sum()), "missed": len(wanted)}
