@@ -98,6 +98,7 @@ class Scheduler[SequenceT: Sequence]:
         self._slots = Slots[SequenceT](max_num_seqs)
         self._num_added = self._num_opened = 0
         self._stage = _Stage.BETWEEN_STEPS
+        self._planned: Plan[SequenceT] | None = None  # handed out, and not noted as launched
         self._sampled_now: list[int] = []  # slots whose last chunk is of this step
 
     @property
@@ -157,8 +158,10 @@ class Scheduler[SequenceT: Sequence]:
 
         First the chunks of prompts, then one more token of everything whose tokens are launched,
         except those whose last chunk is of this step. Where pages are short, the youngest lose
-        their slots first. A plan is to be run before the next is asked for, which may use the rows
-        that it writes.
+        their slots first.
+
+        A plan is to be run before the next is asked for, which takes it as launched: until then
+        nothing moves the pages that it reads and writes.
 
         Returns:
             The plan. None ends the step: the next call begins another.
@@ -166,20 +169,18 @@ class Scheduler[SequenceT: Sequence]:
         Raises:
             SequenceOutOfPagesError: a sequence fits nowhere. Once it is finished, the step goes on.
         """
+        self._note_launched()
         if self._stage is _Stage.BETWEEN_STEPS:
             self._begin_step()
         if self._stage is _Stage.PREFILL:
-            chunk = self._next_chunk()
-            if chunk is not None:
-                self._launch_chunk(chunk)
-                return chunk
+            self._planned = self._next_chunk()
+            if self._planned is not None:
+                return self._planned
             self._stage = _Stage.DECODE
         if self._stage is _Stage.DECODE:
-            batch = self._next_batch()
-            self._stage = _Stage.BETWEEN_STEPS if batch is None else _Stage.END
-            if batch is not None:
-                self._launch_batch(batch)
-            return batch
+            self._planned = self._next_batch()
+            self._stage = _Stage.BETWEEN_STEPS if self._planned is None else _Stage.END
+            return self._planned
         self._stage = _Stage.BETWEEN_STEPS
         return None
 
@@ -290,7 +291,18 @@ class Scheduler[SequenceT: Sequence]:
             raise SequenceOutOfPagesError(sequence, str(error)) from error
         return True
 
-    def _launch_chunk(self, chunk: PrefillChunk[SequenceT]) -> None:
+    def _note_launched(self) -> None:
+        """Notes that the plan before is launched, if there is one."""
+        plan, self._planned = self._planned, None
+        match plan:
+            case PrefillChunk():
+                self._note_chunk(plan)
+            case DecodeBatch():
+                self._note_batch(plan)
+            case None:
+                pass
+
+    def _note_chunk(self, chunk: PrefillChunk[SequenceT]) -> None:
         """Notes that a chunk is launched."""
         sequence, count = chunk.sequence, len(chunk.token_ids)
         self._cache.advance(chunk.slot, chunk.token_ids, prompt_complete=chunk.is_last)
@@ -330,8 +342,8 @@ class Scheduler[SequenceT: Sequence]:
                 return DecodeBatch(batch)
             self._make_room(self._slots.taken[next(iter(batch))])
 
-    def _launch_batch(self, batch: DecodeBatch[SequenceT]) -> None:
-        """Notes that a decode step is launched."""
+    def _note_batch(self, batch: DecodeBatch[SequenceT]) -> None:
+        """Notes that a decode batch is launched."""
         self.counters.decoded_tokens += len(batch.sequences)
         for slot, sequence in batch.sequences.items():
             if not sequence.in_flight:
