@@ -294,13 +294,10 @@ class Scheduler[SequenceT: Sequence]:
     def _note_launched(self) -> None:
         """Notes that the plan before is launched, if there is one."""
         plan, self._planned = self._planned, None
-        match plan:
-            case PrefillChunk():
-                self._note_chunk(plan)
-            case DecodeBatch():
-                self._note_batch(plan)
-            case None:
-                pass
+        if isinstance(plan, PrefillChunk):
+            self._note_chunk(plan)
+        elif plan is not None:
+            self._note_batch(plan)
 
     def _note_chunk(self, chunk: PrefillChunk[SequenceT]) -> None:
         """Notes that a chunk is launched."""
