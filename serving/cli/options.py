@@ -17,13 +17,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Adds an argument for each field of `EngineOptions`, with its documentation as help."""
     kinds, texts = typing.get_type_hints(EngineOptions), _documentation(EngineOptions)
     for field in dataclasses.fields(EngineOptions):
-        # A derived default is documented as what None is.
-        text, _, derived = texts[field.name].partition("; None is ")
+        # A derived default is documented as what None is. With -OO there is no documentation.
+        text, _, derived = texts.get(field.name, "").partition("; None is ")
         default = derived if field.default is None else "%(default)s"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=field.default,
-            help=f"{text.replace('%', '%%')} (default: {default})",
+            help=f"{text.replace('%', '%%')} (default: {default})" if text else None,
             **_parsing(kinds[field.name]),
         )
 

@@ -221,6 +221,23 @@ def test_an_error_before_the_launch(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert [ids(output) for output in outputs] == alone
 
 
+def test_a_fault_before_the_launch(engine: Engine) -> None:
+    """A request whose pages cannot be readied for some other reason is tried again without end."""
+    prepare, bad = KVCache.prepare, request(engine, "bad", tokens(53, 40))
+
+    def failing(self: KVCache, rows: Mapping[int, int], *, staging: bool = False) -> None:
+        if bad.sequences[0].slot in rows:
+            raise RuntimeError("a fault")
+        prepare(self, rows, staging=staging)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCache, "prepare", failing)
+        (failed,) = finish(engine, bad)
+    assert failed.error is not None and "a fault" in failed.error
+    good = request(engine, "good", tokens(50, 40))
+    assert finish(engine, good)[0].error is None
+
+
 @pytest.mark.parametrize(
     ("part", "call"), [("launch_prefill", 3), ("launch_decode", 6), ("results", 6)]
 )
