@@ -348,7 +348,7 @@ class PrefixReader:
             raise self._error(f"is damaged: members are foreign or doubled: {others[:3]}")
 
     def _arrays(self) -> Iterator[_Array]:
-        """All arrays that the header tells of."""
+        """All arrays that the header describes."""
         yield _tokens_array(self.num_tokens)
         for block in range(self._header.num_blocks):
             yield from _block_arrays(self.description, block, self._header.tokens_of(block))

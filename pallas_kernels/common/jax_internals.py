@@ -92,7 +92,7 @@ def compile_lowered(
 
 
 def keep_programs_whole() -> None:
-    """Has jax's persistent cache remove programs that are torn, and give up on a full disk.
+    """Has jax's persistent cache remove programs that are torn, and stop at a full disk.
 
     A cache in which jax has looked already stays as it is.
 

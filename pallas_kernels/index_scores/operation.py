@@ -88,14 +88,14 @@ def batched_index_scores(
         pages: each sequence's pages in order.
         num_keys: keys of each sequence from here on need not be scored.
         row_format: format of a stored key.
-        implementation: what runs; None takes the kernel on a GPU if it supports the shapes.
+        implementation: None takes the kernel on a GPU where it supports the shapes.
 
     Returns:
         One score per key of `pages`. What lies in blocks of `KEY_BLOCK` keys from `num_keys` on is
         -inf; the other scores are not masked.
 
     Raises:
-        ValueError: `implementation` asks for the kernel, and it does not support the shapes.
+        ValueError: the kernel is asked for, and does not support the shapes.
     """
     return implementations.run(
         implementation,

@@ -2,8 +2,9 @@
 
 Mosaic reaches memory at one address for a whole warpgroup, so looking up rows in the map, and
 writing it, stay in XLA: ten or so launches, each of some megabytes at most. What would be a loop of
-launches, the threshold of the victims, and the running counts that rank misses and victims, are one
-launch: two blocks a sequence, which update the running means and list victims and misses in order.
+launches, the threshold of the entries to replace, and the running counts that rank them and the
+misses, are one launch: two blocks a sequence, which update the running means and list entries to
+replace and misses in order.
 """
 
 import functools
@@ -74,14 +75,14 @@ def resolve_rows(
         entry_of_row, jnp.where(wanted & ~hit, sequence, num_slots), rows, num_rows
     )
 
-    victims, replacements, misses, staged, mean = _plan(
+    replaced, replacements, misses, staged, mean = _plan(
         row_cache, selected, leased, group, used, first, interpret
     )
     row = jnp.take_along_axis(rows, replacements, axis=1)
-    changed = jnp.where(jnp.arange(victims.shape[1]) < staged[:, None], sequence, num_slots)
-    row_of_entry = row_of_entry.at[changed, group, victims].set(row, mode="drop")
+    changed = jnp.where(jnp.arange(replaced.shape[1]) < staged[:, None], sequence, num_slots)
+    row_of_entry = row_of_entry.at[changed, group, replaced].set(row, mode="drop")
     entry_of_row = entry_of_row.at[changed, row].set(
-        victims.astype(entry_of_row.dtype), mode="drop"
+        replaced.astype(entry_of_row.dtype), mode="drop"
     )
 
     def physical(sequence: Array, entry: Array) -> Array:
@@ -90,11 +91,11 @@ def resolve_rows(
 
     # Both lists of all sequences, one after another: each index looks up whose it is.
     ends = jnp.sum(jnp.where(batch >= batch.T, staged, 0), axis=1)
-    index = jnp.arange(victims.size)
+    index = jnp.arange(replaced.size)
     whose = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), num_sequences - 1)
-    nth = jnp.clip(index - (ends - staged)[whose], 0, victims.shape[1] - 1)
+    nth = jnp.clip(index - (ends - staged)[whose], 0, replaced.shape[1] - 1)
     host_rows = row_ids[whose, replacements[whose, nth]] - first_host_row
-    device_rows = physical(sequence[whose, 0], victims[whose, nth])
+    device_rows = physical(sequence[whose, 0], replaced[whose, nth])
     entry, cached = found(row_of_entry, entry_of_row)
     return Resolution(
         RowCache(row_cache.page, row_of_entry, mean, entry_of_row),
@@ -161,7 +162,7 @@ def _plan(
     first = jnp.pad(first.astype(jnp.int32), [(0, 0), (0, pieces * piece - num_selected)])
     mean = jax.new_ref(row_cache.mean)
     slots = jnp.where(leased, selected.slots, -1)
-    victims, replacements, counts = plgpu.kernel(
+    replaced, replacements, counts = plgpu.kernel(
         functools.partial(_block, pieces=pieces, piece=piece),
         out_type=[
             jax.ShapeDtypeStruct((num_sequences, num_entries), jnp.int32),
@@ -178,7 +179,7 @@ def _plan(
         interpret=interpret,
     )(row_cache.row, mean, slots, group[None], selected.scores, used, first)
     listed = min(num_selected, num_entries)
-    return victims[:, :listed], replacements[:, :listed], *counts, jax.freeze(mean)
+    return replaced[:, :listed], replacements[:, :listed], *counts, jax.freeze(mean)
 
 
 def _block(
@@ -189,7 +190,7 @@ def _block(
     scores_ref: Ref,
     used_ref: Ref,
     first_ref: Ref,
-    victims_ref: Ref,
+    replaced_ref: Ref,
     replacements_ref: Ref,
     counts_ref: Ref,
     buffer: Ref,
@@ -206,7 +207,7 @@ def _block(
     def missed(number: Array | int) -> Array:
         return block_selection.load(first_ref.at[sequence], number * piece, piece) != 0
 
-    def list_victims() -> None:
+    def list_replaced() -> None:
         misses = sum(block_selection.count(missed(number)) for number in range(pieces))
         group_mean = mean_ref.at[slot, group_ref[0]]
         mean = block_selection.load(group_mean, 0, num_entries)
@@ -224,18 +225,18 @@ def _block(
         @pl.when(staged > 0)
         def _() -> None:
             order = block_selection.indices(num_entries)
-            victims = block_selection.choose(keys, staged, order, num_entries)
+            replaced = block_selection.choose(keys, staged, order, num_entries)
             mean = block_selection.load(group_mean, 0, num_entries)
-            group_mean[...] = jnp.where(victims, jnp.nan, mean)
-            block_selection.compact(victims, buffer)
-            victims_ref[sequence] = block_selection.load(buffer, 0, num_entries)
+            group_mean[...] = jnp.where(replaced, jnp.nan, mean)
+            block_selection.compact(replaced, buffer)
+            replaced_ref[sequence] = block_selection.load(buffer, 0, num_entries)
 
     def list_misses() -> None:
         def run(number: Array, before: Array) -> Array:
             listed = missed(number)
             after = before + block_selection.count(listed)
 
-            # There are no victims for more than the entries.
+            # No more are replaced than the entries.
             @pl.when((before < num_entries) & (after > before))
             def _() -> None:
                 block_selection.compact(listed, buffer)
@@ -246,10 +247,10 @@ def _block(
 
         lax.fori_loop(0, pieces, run, jnp.int32(0))
 
-    is_victims = lax.axis_index("list") == 0
-    pl.when((slot >= 0) & is_victims)(list_victims)
-    pl.when((slot >= 0) & ~is_victims)(list_misses)
+    is_replaced = lax.axis_index("list") == 0
+    pl.when((slot >= 0) & is_replaced)(list_replaced)
+    pl.when((slot >= 0) & ~is_replaced)(list_misses)
 
-    @pl.when((slot < 0) & is_victims)
+    @pl.when((slot < 0) & is_replaced)
     def _() -> None:
         counts_ref[0, sequence], counts_ref[1, sequence] = jnp.int32(0), jnp.int32(0)

@@ -89,16 +89,16 @@ def resolve_rows(
         first = missed
     misses = jnp.sum(first, axis=1)
 
-    victims, num_victims = _lowest(jnp.where(held >= 0, mean, -jnp.inf), ~used, misses)
+    replaceable, num_replaced = _lowest(jnp.where(held >= 0, mean, -jnp.inf), ~used, misses)
     rank = jnp.cumsum(first, axis=1) - 1
-    staged = first & (rank < num_victims[:, None])
-    victim = jnp.take_along_axis(victims, jnp.clip(rank, 0, num_entries - 1), axis=1)
-    replaced = jnp.where(staged, victim, num_entries)
+    staged = first & (rank < num_replaced[:, None])
+    replaced_entry = jnp.take_along_axis(replaceable, jnp.clip(rank, 0, num_entries - 1), axis=1)
+    replaced = jnp.where(staged, replaced_entry, num_entries)
     batch = jnp.arange(num_sequences)[:, None]
     held = held.at[batch, replaced].set(rows, mode="drop")
     mean = mean.at[batch, replaced].set(jnp.nan, mode="drop")
     entry_of_row = entry_of_row.at[jnp.where(staged, target, num_slots), rows].set(
-        victim.astype(entry_of_row.dtype), mode="drop"
+        replaced_entry.astype(entry_of_row.dtype), mode="drop"
     )
     changed = jnp.where(leased, selected.slots, num_slots)
 
@@ -109,7 +109,7 @@ def resolve_rows(
     # Both lists of all sequences, one after another, closed up.
     index = jnp.where(staged.reshape(-1), jnp.cumsum(staged) - 1, staged.size)
     lists = jnp.zeros((2, num_sequences * min(flat[1], num_entries)), jnp.int32)
-    both = jnp.stack([(row_ids - first_host_row).reshape(-1), physical(victim).reshape(-1)])
+    both = jnp.stack([(row_ids - first_host_row).reshape(-1), physical(replaced_entry).reshape(-1)])
     host_rows, device_rows = lists.at[:, index].set(both, mode="drop")
     entry, cached = found(held, entry_of_row)
     return Resolution(
@@ -153,9 +153,9 @@ def _lowest(
     lower = allowed & (keys < threshold[:, None])
     equal = allowed & (keys == threshold[:, None])
     room = (count - jnp.sum(lower, axis=1))[:, None]
-    victim = lower | (equal & (jnp.cumsum(equal, axis=1) <= room))
-    index = jnp.where(victim, jnp.cumsum(victim, axis=1) - 1, keys.shape[1])
+    is_lowest = lower | (equal & (jnp.cumsum(equal, axis=1) <= room))
+    index = jnp.where(is_lowest, jnp.cumsum(is_lowest, axis=1) - 1, keys.shape[1])
     numbers = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
-    victims = jnp.zeros_like(numbers)
+    numbers_of_lowest = jnp.zeros_like(numbers)
     batch = jnp.arange(keys.shape[0])[:, None]
-    return victims.at[batch, index].set(numbers, mode="drop"), count
+    return numbers_of_lowest.at[batch, index].set(numbers, mode="drop"), count

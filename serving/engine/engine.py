@@ -285,13 +285,8 @@ class Engine:
             except SequenceOutOfPagesError as error:
                 self._fail(error.sequence, error)
                 continue
-            except Exception:
-                # What has a slot has started: the error fails it, rather than come again.
-                for sequence in self.scheduler.running.values():
-                    self.requests.start(sequence)
-                raise
             if isinstance(plan, PrefillChunk):
-                self.requests.start(plan.sequence)
+                self.requests.note_started(plan.sequence)
             return plan
 
     def _fetch(self, launch: Launched) -> list[SequenceResult]:

@@ -25,7 +25,6 @@ class OpenRequests:
     def __init__(self, counters: EngineCounters) -> None:
         self._counters = counters
         self._owners: dict[Sequence, Request] = {}  # in the order in which they came
-        self._started: set[RequestSequence] = set()
         self._grown: dict[Request, None] = {}
         # A signal handler may read an output while its thread changes one.
         self.output_lock = threading.RLock()
@@ -41,8 +40,8 @@ class OpenRequests:
 
     @property
     def started(self) -> list[Request]:
-        """Those with rows on the device."""
-        started = (self._owners[part] for part in self._owners if part in self._started)
+        """Those with rows on the device: a sequence of theirs has had a slot."""
+        started = (self._owners[part] for part in self._owners if part.opened is not None)
         return list(dict.fromkeys(started))
 
     @property
@@ -59,9 +58,8 @@ class OpenRequests:
         """The request of a sequence that has not ended."""
         return self._owners[sequence]
 
-    def start(self, sequence: RequestSequence) -> None:
-        """Notes that a sequence is about to have rows on the device."""
-        self._started.add(sequence)
+    def note_started(self, sequence: Sequence) -> None:
+        """Notes when the request of a sequence starts."""
         request = self._owners[sequence]
         request.started = request.started or time.monotonic()
 
@@ -84,7 +82,6 @@ class OpenRequests:
         request = self._owners.pop(sequence, None)
         if request is None:
             return False
-        self._started.discard(sequence)
         self.note_grown(request)
         reason = "error" if request.error is not None else sequence.finish_reason
         self._counters.finished[reason or "abort"] += 1

@@ -18,13 +18,16 @@ def unpack_options[**Fields, Options, Instance](
     def decorate(
         init: Callable[[Instance, Options], None],
     ) -> Callable[Concatenate[Instance, Fields], None]:
-        @functools.wraps(init)
-        def unpacking(self: Instance, *args: Fields.args, **fields: Fields.kwargs) -> None:
-            init(self, options(*args, **fields))
-
         own, *_ = inspect.signature(init).parameters.values()
         parameters = [own, *inspect.signature(options).parameters.values()]
-        vars(unpacking)["__signature__"] = inspect.Signature(parameters)
+        signature = inspect.Signature(parameters, return_annotation=None)
+
+        @functools.wraps(init)
+        def unpacking(self: Instance, *args: Fields.args, **fields: Fields.kwargs) -> None:
+            signature.bind(self, *args, **fields)  # its errors do not name the options' class
+            init(self, options(*args, **fields))
+
+        vars(unpacking)["__signature__"] = signature
         return unpacking
 
     return decorate

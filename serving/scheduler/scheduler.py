@@ -221,6 +221,7 @@ class Scheduler[SequenceT: Sequence]:
         """
         if sequence not in self._sequences:
             raise ValueError("a sequence that is not here cannot be finished")
+        self._note_launched()  # the plan may be of this sequence
         del self._sequences[sequence]
         if sequence.slot is not None:
             self._close(sequence)

@@ -1,6 +1,7 @@
 """Unknown options: what they are called here, for those who come from elsewhere."""
 
 import dataclasses
+import inspect
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from glm53 import LLM, EngineOptions, SamplingParams
+from serving.options.engine_options import LLMOptions
 from serving.options.other_names import ENGINE_NAMES, FORMAT_NAMES, SAMPLING_NAMES
 
 
@@ -106,3 +108,12 @@ def test_formats_that_are_types(value: Any, hint: str) -> None:
     """Refused with the text to give."""
     with pytest.raises(ValueError, match=f"dtype must be .*: {hint}"):
         LLM(dtype=value)
+
+
+def test_signature_of_llm() -> None:
+    """An option that LLM does not show, or an error that names a class which nobody called."""
+    shown = inspect.signature(LLM).parameters
+    assert list(shown.values()) == list(inspect.signature(LLMOptions).parameters.values())
+    positional: Any = ("tiny", "float32")
+    with pytest.raises(TypeError, match=r"^too many positional arguments$"):
+        LLM(*positional)

@@ -461,6 +461,19 @@ def test_a_step_ends() -> None:
     assert run.scheduler.schedule() is None
 
 
+def test_the_end_of_a_sequence_whose_plan_has_been_run() -> None:
+    """Catches a launch that is noted in a slot which its sequence has given back."""
+    run = engine()
+    sequence, other = add(run, prompt(4)), add(run, prompt(4, 2))
+    chunk = run.scheduler.schedule()
+    assert isinstance(chunk, PrefillChunk) and chunk.sequence is sequence
+    run.scheduler.finish(sequence)
+    run.scheduler.check_integrity()
+    chunk = run.scheduler.schedule()
+    assert isinstance(chunk, PrefillChunk) and chunk.sequence is other
+    assert run.scheduler.counters.chunks == 1
+
+
 def test_what_cannot_be_added() -> None:
     """Catches sequences with nothing to compute, and one that is there twice."""
     run = engine()
