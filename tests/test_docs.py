@@ -67,7 +67,7 @@ EXAMPLES = [
 def test_example(
     block: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Python example that fails, or does not print what a comment behind a `print` promises."""
+    """A Python example that fails, or does not print what a comment behind a `print` says."""
     monkeypatch.chdir(tmp_path)
     # README.md has the sizes of an engine that is given none. Others take those of `tiny_llm`,
     # whose compiled steps are found in the cache.
@@ -77,8 +77,8 @@ def test_example(
     block = block.replace("path/to/new-directory", str(tmp_path / "new"))
     exec(compile(block, "example", "exec"), {})
     printed = capsys.readouterr().out
-    for promised in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
-        assert promised in printed
+    for expected in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
+        assert expected in printed
 
 
 def test_json_examples() -> None:

@@ -178,8 +178,8 @@ class DecodeSteps:
         """Counts selections of random pages, as the device does."""
         for slot in self.scheduler.running:
             pages = np.array(cache.pages_of(slot))
-            chosen = pages[self._rng.integers(len(pages), size=_SELECTIONS)]
-            np.add.at(cache.device.heat, chosen, 1)
+            selected = pages[self._rng.integers(len(pages), size=_SELECTIONS)]
+            np.add.at(cache.device.heat, selected, 1)
 
 
 def simulated_cache(context: int, num_sequences: int, num_steps: int) -> KVCache[SimulatedDevice]:

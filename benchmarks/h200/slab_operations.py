@@ -197,7 +197,7 @@ SLAB_OPERATIONS = {
         state=lambda spec: (_slab(spec.slabs),),
         lists=lambda spec, rng, full: (
             *append_specs.random_rows(spec, rng),
-            *append_specs.random_places(spec, rng),
+            *append_specs.random_pages(spec, rng),
         ),
         work=_append_work,
     ),

@@ -304,9 +304,9 @@ def documents(min_tokens: int) -> list[dict]:
 def load_or_record(cache: Path = CACHE) -> dict[str, Recording]:
     """Returns the recordings of all documents of 8K tokens and more, making those not in the
     cache."""
-    chosen = documents(min_tokens=_BUCKET // 2)
-    files = {doc["id"]: cache / recording_name(doc) for doc in chosen}
-    missing = [doc for doc in chosen if not files[doc["id"]].is_file()]
+    wanted = documents(min_tokens=_BUCKET // 2)
+    files = {doc["id"]: cache / recording_name(doc) for doc in wanted}
+    missing = [doc for doc in wanted if not files[doc["id"]].is_file()]
     sizes = [-(-doc["context_tokens"] // _BUCKET) * _BUCKET for doc in missing]
     for size in sorted(set(sizes)):
         recorder = Recorder(num_tokens=size)

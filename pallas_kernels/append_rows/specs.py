@@ -60,7 +60,7 @@ def random_rows(
     return draw(row.latent_dim), draw(row.rope_dim)
 
 
-def random_places(
+def random_pages(
     spec: AppendSpec, rng: np.random.Generator
 ) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
     """Pages and rows of which no two are the same; about a third of the rows are dropped."""

@@ -19,14 +19,14 @@ def test_append_rows(name: str) -> None:
     def values(width: int) -> jax.ShapeDtypeStruct:
         return argument(jax.ShapeDtypeStruct((spec.tokens, width), jnp.dtype(spec.dtype)))
 
-    places = integers(spec.tokens)
+    pages = integers(spec.tokens)
     arguments = (
         slab,
         integers(),
         values(row_format.latent_dim),
         values(row_format.rope_dim),
-        places,
-        places,
+        pages,
+        pages,
     )
     append = functools.partial(append_rows, row_format=row_format)
     report = compile_for_h200(lambda *arrays: append(*arrays), arguments, donate=[0])

@@ -105,11 +105,14 @@ class Expected:
         geometry, store = session.geometry, session.store
         tables = np.array(session.sequences.block_table)
         pages = tables[:, np.arange(length) // geometry.rows_per_page]
-        places, rows = np.array(store.device_page_index)[pages], page_rows(geometry, length)
+        pages_on_device, rows = (
+            np.array(store.device_page_index)[pages],
+            page_rows(geometry, length),
+        )
         return cls(
             np.stack(logits),
             np.stack(selected),
-            np.moveaxis(as_bytes(store.slab)[:, places, rows], 0, 2),
+            np.moveaxis(as_bytes(store.slab)[:, pages_on_device, rows], 0, 2),
             np.moveaxis(as_bytes(store.index_keys)[:, pages, rows], 0, 2),
         )
 
@@ -117,7 +120,7 @@ class Expected:
 class CachedSession:
     """A KVCache and the steps over it.
 
-    Before each step, whatever the step may not read is overwritten: device places, host places and
+    Before each step, whatever the step may not read is overwritten: device pages, host pages and
     index keys of no page, and leases that are new.
 
     Attributes:
@@ -208,9 +211,9 @@ class CachedSession:
         pages = range(geometry.num_pages)
         hot = {slot: residency.leased_row_cache(slot) for slot in range(geometry.max_sequences)}
         read = {residency.states.device_page_index(page) for page in pages}
-        for slot, places in hot.items():
-            if places == self._leased_row_cache.get(slot):
-                read |= set(places)
+        for slot, leased in hot.items():
+            if leased == self._leased_row_cache.get(slot):
+                read |= set(leased)
         self._leased_row_cache = hot
         host = {residency.states.host_page_index(page) for page in pages}
         held = {page for page in pages if pool.references(page) or pool.is_cached(page)}
@@ -228,9 +231,9 @@ class CachedSession:
         self.cache.device.run(lambda _, sequences: (None, store, sequences))
 
 
-def _overwrite(array: jax.Array, axis: int, places: set[int]) -> jax.Array:
-    """The array with NaN, or large words, at some places of an axis."""
+def _overwrite(array: jax.Array, axis: int, indices: set[int]) -> jax.Array:
+    """The array with NaN, or large words, at some indices of an axis."""
     garbage = 0x7F7F7F7F if array.dtype == np.int32 else np.nan
     values = np.array(array)
-    values[(slice(None),) * axis + (sorted(places),)] = garbage
+    values[(slice(None),) * axis + (sorted(indices),)] = garbage
     return jax.device_put(values, array.sharding, may_alias=False)

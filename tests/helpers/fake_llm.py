@@ -23,15 +23,15 @@ class FakeLLM(LLM):
         return self._serve(requests)
 
 
-def answer(place: int) -> tuple[int, RequestOutput]:
-    part = CompletionOutput(0, f"answer {place}", [1], None, None, "stop", None)
-    return place, RequestOutput(str(place), "x", [1, 2], None, [part], finished=True)
+def answer(index: int) -> tuple[int, RequestOutput]:
+    part = CompletionOutput(0, f"answer {index}", [1], None, None, "stop", None)
+    return index, RequestOutput(str(index), "x", [1, 2], None, [part], finished=True)
 
 
 def one_by_one(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
     """Answers each request before the next is drawn."""
-    for place, _ in enumerate(requests):
-        yield answer(place)
+    for index, _ in enumerate(requests):
+        yield answer(index)
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:

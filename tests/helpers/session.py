@@ -53,11 +53,13 @@ class Session:
         self.pool = PagePool(self.geometry.num_pages, lambda page: None)
         # A few pages taken first, so that no page of a sequence has the number of its position.
         self.pool.allocate(_TAKEN_PAGES)
-        # Places in the opposite order, so that hardly any page is its own place.
-        places = np.arange(self.geometry.device_pages, dtype=np.int32)[::-1]
+        # Device pages in the opposite order, so that hardly any page is its own index.
+        device_page_index = np.arange(self.geometry.device_pages, dtype=np.int32)[::-1]
         self.store = dataclasses.replace(
             self.store,
-            device_page_index=jax.device_put(places, self.store.device_page_index.sharding),
+            device_page_index=jax.device_put(
+                device_page_index, self.store.device_page_index.sharding
+            ),
         )
 
     def open(self, slot: int, num_tokens: int) -> None:

@@ -48,7 +48,7 @@ def request(engine: Engine, name: str, token_ids: list[int], **params: Any) -> R
 
 
 def finish(engine: Engine, *requests: Request) -> list[RequestOutput]:
-    """Adds requests that are not there yet, and runs to the end, its account checked every step."""
+    """Adds requests that are not there yet, and runs to the end, checking integrity each step."""
     for one in requests:
         if one.sequences[0] not in engine.scheduler:
             engine.add(one)

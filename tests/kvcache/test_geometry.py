@@ -45,8 +45,10 @@ def test_positions_and_places_are_one_to_one(num_devices: int, rows_per_device: 
     """Two positions that share a row, or a row that no position reaches."""
     sizes = geometry(num_devices=num_devices, rows_per_device=rows_per_device)
     positions = range(PAGES * sizes.rows_per_page)
-    places = [(p % num_devices, p // sizes.rows_per_page, sizes.local_row(p)) for p in positions]
-    assert set(places) == {
+    rows_on_devices = [
+        (p % num_devices, p // sizes.rows_per_page, sizes.local_row(p)) for p in positions
+    ]
+    assert set(rows_on_devices) == {
         (device, page, row)
         for device in range(num_devices)
         for page in range(PAGES)
@@ -54,7 +56,7 @@ def test_positions_and_places_are_one_to_one(num_devices: int, rows_per_device: 
     }
     # On its device, a sequence's positions ascend with the rows of its pages.
     for device in range(num_devices):
-        owned = [place for place in places if place[0] == device]
+        owned = [place for place in rows_on_devices if place[0] == device]
         assert owned == sorted(owned)
 
 

@@ -1,4 +1,4 @@
-"""Sequences that grow beyond what they were promised, under random histories of each policy."""
+"""Sequences that grow beyond what was reserved for them, under random histories of each policy."""
 
 import dataclasses
 from collections import Counter
@@ -110,7 +110,7 @@ class Growth(RuleBasedStateMachine):
         if prefilling and data.draw(st.booleans()):
             slot = data.draw(st.sampled_from(prefilling))
             rows = {slot: min(STEP_ROWS, self.running[slot].prompt - lengths[slot])}
-            # What was promised is always there for one.
+            # What was reserved is always there for one.
             if len(self.running) == 1:
                 assert self.cache.can_prepare(rows)
         else:
@@ -136,7 +136,7 @@ class Growth(RuleBasedStateMachine):
             tokens = one.token_ids[lengths[slot] : lengths[slot] + count]
             complete = lengths[slot] + count == one.prompt
             self.cache.advance(slot, tokens, prompt_complete=complete)
-            self.counts["beyond the promise"] += lengths[slot] + count > one.prompt + 2
+            self.counts["beyond the reservation"] += lengths[slot] + count > one.prompt + 2
         self.counts["steps"] += 1
 
     @precondition(lambda self: self.running)
@@ -154,13 +154,13 @@ class Growth(RuleBasedStateMachine):
         residency = self.cache.residency
         for slot, one in self.running.items():
             pages = self.cache.pages_of(slot)
-            places = [residency.states.device_page_index(page) for page in pages]
-            self.counts["in host memory"] += places.count(NO_PAGE_INDEX)
+            indices = [residency.states.device_page_index(page) for page in pages]
+            self.counts["in host memory"] += indices.count(NO_PAGE_INDEX)
             if self.swaps:
-                assert NO_PAGE_INDEX not in places, "a running sequence was not brought back whole"
-            for page, place in zip(pages, places, strict=True):
+                assert NO_PAGE_INDEX not in indices, "a running sequence was not brought back whole"
+            for page, index in zip(pages, indices, strict=True):
                 if residency.states.state(page) is PageState.TAIL:
-                    assert place != NO_PAGE_INDEX
+                    assert index != NO_PAGE_INDEX
             assert len(pages) >= self.cache.geometry.pages_for(self.cache.length(slot)), one
 
     @invariant()
@@ -171,7 +171,7 @@ class Growth(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.counts["restored"] += self.cache.residency.pages_onloaded
+        self.counts["onloaded"] += self.cache.residency.pages_onloaded
         for slot in list(self.running):
             self.close(slot, preempted=False)
         self.cache.check_integrity()
@@ -189,7 +189,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_growth(policy: str) -> None:
-    """A promise that is broken, a step that finds no page though it was told of one, a sequence
+    """A reservation that is broken, a step that finds no page though it was told of one, a sequence
     that can never go on, a page lost; under `swap` a step that would read host memory."""
     seen: Counter[str] = Counter()
 
@@ -198,7 +198,7 @@ def test_growth(policy: str) -> None:
         counts = seen
 
     run_state_machine_as_test(Machine, settings=settings(max_examples=100, stateful_step_count=30))
-    assert seen["steps"] > 100 and seen["beyond the promise"] > 5, seen
+    assert seen["steps"] > 100 and seen["beyond the reservation"] > 5, seen
 
 
 def test_swapped_sequences_come_back_whole() -> None:
@@ -229,5 +229,5 @@ def test_swapped_sequences_come_back_whole() -> None:
     assert run(0, [*first, 3]) == len(first)
     # The last page, which goes on, comes back as a copy.
     assert cache.residency.pages_onloaded >= 3 and cache.residency.pages_copied == 1
-    places = [cache.residency.states.device_page_index(page) for page in cache.pages_of(0)]
-    assert NO_PAGE_INDEX not in places
+    indices = [cache.residency.states.device_page_index(page) for page in cache.pages_of(0)]
+    assert NO_PAGE_INDEX not in indices

@@ -68,7 +68,7 @@ def test_pages_brought_back_leave_the_page_to_copy() -> None:
 
 
 def test_what_has_grown_counts_when_another_opens() -> None:
-    """Catches sequences opened on their promise alone, when others have grown beyond theirs."""
+    """Catches sequences opened for reserved pages alone, when others have grown beyond theirs."""
     cache = make(device_pages=4, host_pages=8)
     cache.open(2, [3, 4], 2)
     compute(cache, 2, [3, 4])
@@ -77,7 +77,7 @@ def test_what_has_grown_counts_when_another_opens() -> None:
         cache.open(slot, [slot] * PAGE, PAGE)
         compute(cache, slot, [slot] * PAGE)
         compute(cache, slot, [5])
-    # All places hold pages that stay; the page of [3, 4] would be copied to one.
+    # All device pages are taken for good; the page of [3, 4] would be copied to one.
     with pytest.raises(OutOfPagesError):
         cache.open(3, [3, 4, 5], PAGE)
     cache.check_integrity()

@@ -229,13 +229,13 @@ def test_two_hundred_lines(llm: LLM) -> None:
     assert len({row["id"] for row in rows}) == 200
 
     failed = {row["error"]["line"]: row for row in rows if row["error"] is not None}
-    places = [
-        place for place, (text, _) in enumerate(lines, 1) if text in {text for text, *_ in bad}
+    numbers = [
+        index for index, (text, _) in enumerate(lines, 1) if text in {text for text, *_ in bad}
     ]
-    assert sorted(failed) == places
-    for place, (_, custom_id, code, message) in zip(places, bad, strict=True):
-        found = error_of(failed[place])
-        assert failed[place]["custom_id"] == custom_id
+    assert sorted(failed) == numbers
+    for index, (_, custom_id, code, message) in zip(numbers, bad, strict=True):
+        found = error_of(failed[index])
+        assert failed[index]["custom_id"] == custom_id
         assert found[0] == code
         assert message in found[1]
         assert len(found[1]) < 1100
@@ -430,10 +430,10 @@ def test_reading_is_lazy() -> None:
 
     def three(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
         assert source.num_read == 0
-        for place in range(3):
+        for index in range(3):
             next(requests)
-            assert source.num_read == 10 * (place + 1)
-            yield answer(place)
+            assert source.num_read == 10 * (index + 1)
+            yield answer(index)
 
     target = io.BytesIO()
     lines: Any = source

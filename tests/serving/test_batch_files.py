@@ -225,10 +225,10 @@ def test_signals_that_are_ignored(files: tuple[str, str], monkeypatch: pytest.Mo
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def serve(requests: Any) -> Iterator[tuple[int, RequestOutput]]:
-        for place, _ in enumerate(requests):
+        for index, _ in enumerate(requests):
             for number in signals:
                 os.kill(os.getpid(), number)
-            yield answer(place)
+            yield answer(index)
 
     use(monkeypatch, lambda *_, **__: FakeLLM(serve))
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]

@@ -43,7 +43,7 @@ def greedy(max_tokens: int = 8) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def chosen(output: RequestOutput) -> list[int]:
+def token_ids_of(output: RequestOutput) -> list[int]:
     assert output.error is None
     return output.outputs[0].token_ids
 
@@ -51,7 +51,7 @@ def chosen(output: RequestOutput) -> list[int]:
 @pytest.fixture(scope="module")
 def expected(shared_llm: LLM) -> list[list[int]]:
     """What prompts give alone."""
-    return [chosen(shared_llm.generate(ids(seed), greedy())[0]) for seed in range(6)]
+    return [token_ids_of(shared_llm.generate(ids(seed), greedy())[0]) for seed in range(6)]
 
 
 def run_threads(*actions: Callable[[], None]) -> None:
@@ -85,17 +85,17 @@ def test_threads_of_one_llm(llm: LLM, expected: list[list[int]]) -> None:
     def generate(seed: int) -> None:
         for _ in range(3):
             outputs = llm.generate([ids(seed), ids(5 - seed)], greedy(), use_tqdm=False)
-            assert [chosen(one) for one in outputs] == [expected[seed], expected[5 - seed]]
+            assert [token_ids_of(one) for one in outputs] == [expected[seed], expected[5 - seed]]
 
     def iterate() -> None:
         for _ in range(3):
             last = dict(llm.generate_iter([ids(2), ids(3)], greedy(), stream=True))
-            assert [chosen(last[place]) for place in range(2)] == expected[2:4]
+            assert [token_ids_of(last[index]) for index in range(2)] == expected[2:4]
             with contextlib.closing(
                 llm.serve((ids(seed), greedy()) for seed in range(6))
             ) as served:
-                place, output = next(served)
-                assert chosen(output) == expected[place]
+                index, output = next(served)
+                assert token_ids_of(output) == expected[index]
 
     def reset() -> None:
         for _ in range(10):
@@ -128,14 +128,14 @@ def test_turns(llm: LLM, expected: list[list[int]]) -> None:
 
     def long() -> None:
         for _, output in llm.generate_iter(ids(90, 20), greedy(230), stream=True):
-            seen.append(len(chosen(output)))
+            seen.append(len(token_ids_of(output)))
             if len(seen) == 5:
                 started.set()
         assert answered.is_set(), "all of the other's work came first"
 
     def short() -> None:
         started.wait(60)
-        assert chosen(llm.generate(ids(1), greedy())[0]) == expected[1]
+        assert token_ids_of(llm.generate(ids(1), greedy())[0]) == expected[1]
         answered.set()
 
     run_threads(long, short)
@@ -164,7 +164,7 @@ def test_an_interruption_of_another_call(
             next(iterator)
     (_, output), *rest = returning
     assert not rest and output.error is not None and "submit it again" in output.error
-    assert chosen(llm.generate(ids(1), greedy())[0]) == expected[1]
+    assert token_ids_of(llm.generate(ids(1), greedy())[0]) == expected[1]
 
 
 def test_an_iterator_that_another_thread_closes(llm: LLM, expected: list[list[int]]) -> None:
@@ -178,7 +178,7 @@ def test_an_iterator_that_another_thread_closes(llm: LLM, expected: list[list[in
             one.close()  # pyright: ignore[reportAttributeAccessIssue] it is a generator
 
     def generate() -> None:
-        assert chosen(llm.generate(ids(2), greedy())[0]) == expected[2]
+        assert token_ids_of(llm.generate(ids(2), greedy())[0]) == expected[2]
 
     run_threads(generate, close)
 
@@ -198,7 +198,7 @@ def test_an_iterator_that_is_collected_in_a_step(
         return method(*args)
 
     monkeypatch.setattr(ModelRunner, where, collecting)
-    assert chosen(llm.generate(ids(3), greedy())[0]) == expected[3]
+    assert token_ids_of(llm.generate(ids(3), greedy())[0]) == expected[3]
 
 
 # --- calls from inside ---
@@ -218,7 +218,7 @@ def test_calls_from_inside_a_step(
         return launch(*args)
 
     monkeypatch.setattr(ModelRunner, "launch_decode", handling)
-    assert chosen(llm.generate(ids(4), greedy())[0]) == expected[4]
+    assert token_ids_of(llm.generate(ids(4), greedy())[0]) == expected[4]
     assert refused
 
 
@@ -231,14 +231,14 @@ def test_a_handler_while_its_thread_waits(llm: LLM, expected: list[list[int]]) -
 
     def handle(*_: object) -> None:
         go_on.set()
-        found.append(chosen(llm.generate(ids(1), greedy(), use_tqdm=False)[0]))
+        found.append(token_ids_of(llm.generate(ids(1), greedy(), use_tqdm=False)[0]))
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
         holder.start()
         inside.wait(60)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        assert chosen(llm.generate(ids(2), greedy())[0]) == expected[2]
+        assert token_ids_of(llm.generate(ids(2), greedy())[0]) == expected[2]
     finally:
         signal.signal(signal.SIGALRM, before)
     holder.join(60)
@@ -250,12 +250,12 @@ def test_prompts_that_call_the_llm(llm: LLM, expected: list[list[int]]) -> None:
 
     def prompts() -> Iterator[tuple[Any, SamplingParams]]:
         for seed in range(4):
-            first = chosen(llm.generate(ids(seed), greedy())[0])
+            first = token_ids_of(llm.generate(ids(seed), greedy())[0])
             assert first == expected[seed]
             yield {"prompt_token_ids": tokens(seed, 40) + first[:4]}, greedy(4)
 
     outputs = dict(llm.serve(prompts()))
-    assert [chosen(outputs[place]) for place in range(4)] == [one[4:] for one in expected[:4]]
+    assert [token_ids_of(outputs[index]) for index in range(4)] == [one[4:] for one in expected[:4]]
 
     def raising() -> Iterator[tuple[Any, SamplingParams]]:
         yield ids(1), greedy()
@@ -283,7 +283,7 @@ def test_closing_an_llm(folder: Path, expected: list[list[int]], tmp_path: Path)
         unread = llm.generate_iter(ids(2), greedy())
         drawn = llm.serve([(ids(1), greedy())])
         arrays = arrays_of(llm)
-    assert chosen(output) == expected[1]
+    assert token_ids_of(output) == expected[1]
     assert len(arrays) > 20
     assert all(array.is_deleted() for array in arrays)
     calls: list[Callable[[], object]] = [
@@ -394,7 +394,7 @@ def test_a_deleted_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del loop
     gc.collect()
     assert engine() is None
-    assert len(chosen(done.result(timeout=0))) == 20
+    assert len(token_ids_of(done.result(timeout=0))) == 20
     with pytest.raises(GenerationError, match="the device is lost"):
         failed.result(timeout=0)
     with pytest.raises(GenerationError, match="its serving loop was deleted"):
@@ -430,11 +430,11 @@ def test_reset_prefix_cache(llm: LLM, expected: list[list[int]]) -> None:
     assert not llm.reset_prefix_cache()
     (output,) = llm.generate(ids(1), greedy())
     assert output.num_cached_tokens == 0
-    assert chosen(output) == expected[1]
+    assert token_ids_of(output) == expected[1]
     *_, (_, output) = open_one
     assert llm.reset_prefix_cache()
     (again,) = llm.generate(ids(96, 90), greedy())
-    assert chosen(again) == chosen(output)
+    assert token_ids_of(again) == token_ids_of(output)
     assert llm.reset_prefix_cache()
     pool = llm._engine.runner.cache.pool
     assert pool.num_free == llm._engine.runner.geometry.num_pages
@@ -459,8 +459,8 @@ def test_awaiting(folder: Path, expected: list[list[int]]) -> None:
         async with ServingLoop(toy_options(folder), warm_up=False) as loop:
             streams = [loop.submit(ids(seed), greedy()) for seed in range(6)]
             outputs = await asyncio.gather(*streams)
-            assert [chosen(output) for output in outputs] == expected
-            assert [chosen(await stream) for stream in streams] == expected
+            assert [token_ids_of(output) for output in outputs] == expected
+            assert [token_ids_of(await stream) for stream in streams] == expected
             left = loop.submit(ids(7), greedy(200))
             waiting = asyncio.ensure_future(left)
             async for output in loop.submit(ids(8), greedy(3)):

@@ -198,7 +198,7 @@ BAD_PROMPTS = [
 def test_bad_prompt_among_good_ones(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt, kind, message: str
 ) -> None:
-    """A bad prompt is named by its place and refused before anything is computed."""
+    """A bad prompt is named by its index and refused before anything is computed."""
     monkeypatch.setattr(ModelRunner, "launch_prefill", lambda *_: pytest.fail("a prompt was begun"))
     good = {"prompt_token_ids": [1, 2, 3]}
     with pytest.raises(kind, match=rf"prompts\[1\].*{message}"):
@@ -243,7 +243,7 @@ def test_forms_of_prompts(llm: LLM) -> None:
         (output,) = llm.generate(prompt, greedy(4))
         assert (output.prompt_token_ids, output.outputs) == (one, expected.outputs)
     streamed = dict(llm.generate_iter(iter([one, other]), greedy(4)))
-    assert [streamed[place].outputs for place in range(2)] == [expected.outputs, second.outputs]
+    assert [streamed[index].outputs for index in range(2)] == [expected.outputs, second.outputs]
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -288,9 +288,9 @@ def test_calls_beside_an_open_iterator(llm: LLM) -> None:
     next(iterator)
     (output,) = llm.generate(prompts[0], FREE)
     assert output.outputs[0].token_ids == expected[0]
-    finished = {place: output for place, output in iterator if output.finished}
-    for place in range(6):
-        assert finished[place].outputs[0].token_ids == expected[place % 2]
+    finished = {index: output for index, output in iterator if output.finished}
+    for index in range(6):
+        assert finished[index].outputs[0].token_ids == expected[index % 2]
     assert_idle(llm)
 
 

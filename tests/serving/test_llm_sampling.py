@@ -327,16 +327,16 @@ def test_what_an_engine_tells(llm: LLM) -> None:
 
 
 def test_outputs_in_order_of_completion(llm: LLM) -> None:
-    """Short outputs come before long ones, each with its place among the prompts."""
+    """Short outputs come before long ones, each with its index among the prompts."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (30, 20, 10, 2)]
     expected = llm.generate([PROMPT, *OTHERS], params)
     found = list(llm.generate_iter([PROMPT, *OTHERS], params))
-    places = [place for place, _ in found]
-    assert sorted(places) == [0, 1, 2, 3]
-    assert places[-1] == 0
-    for place, output in found:
+    indices = [index for index, _ in found]
+    assert sorted(indices) == [0, 1, 2, 3]
+    assert indices[-1] == 0
+    for index, output in found:
         assert output.finished
-        assert tokens(output) == tokens(expected[place])
+        assert tokens(output) == tokens(expected[index])
 
 
 def test_streaming(llm: LLM) -> None:
@@ -344,16 +344,16 @@ def test_streaming(llm: LLM) -> None:
     params = SamplingParams(seed=4, max_tokens=24, n=2, stop=["zz"])
     expected = llm.generate([PROMPT, OTHERS[0]], params)
     last: dict[int, RequestOutput] = {}
-    for place, output in llm.generate_iter([PROMPT, OTHERS[0]], params, stream=True):
-        if place in last:
-            assert not last[place].finished
-            for before, after in zip(last[place].outputs, output.outputs, strict=True):
+    for index, output in llm.generate_iter([PROMPT, OTHERS[0]], params, stream=True):
+        if index in last:
+            assert not last[index].finished
+            for before, after in zip(last[index].outputs, output.outputs, strict=True):
                 assert after.text.startswith(before.text)
                 assert after.token_ids[: len(before.token_ids)] == before.token_ids
-        last[place] = output
-    for place, output in last.items():
+        last[index] = output
+    for index, output in last.items():
         assert output.finished
-        assert output.outputs == expected[place].outputs
+        assert output.outputs == expected[index].outputs
 
 
 def test_a_caller_that_stops_listening(llm: LLM) -> None:
@@ -489,7 +489,7 @@ def test_prompt_that_ends_within_a_character(llm: LLM) -> None:
 
 
 def test_bad_conversations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by place before anything is computed, or returned with the error."""
+    """Refused by index before anything is computed, or returned with the error."""
     bad = [{"content": "x"}]
     with (
         monkeypatch.context() as patch,
@@ -515,8 +515,8 @@ def test_requests_are_drawn_as_needed(llm: LLM) -> None:
             yield PROMPT, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
     done = set()
-    for place, output in llm.serve(requests()):
+    for index, output in llm.serve(requests()):
         assert output.error is None
-        done.add(place)
+        done.add(index)
         assert len(drawn) - len(done) <= 2 * 4
     assert done == set(range(40))

@@ -59,7 +59,7 @@ def greedy(max_tokens: int = 8, **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
 
 
-def chosen(output: RequestOutput) -> list[int]:
+def token_ids_of(output: RequestOutput) -> list[int]:
     assert output.error is None
     return output.outputs[0].token_ids
 
@@ -86,7 +86,8 @@ async def finish_async(stream: RequestStream, way: str) -> None:
 def expected(stepped: ServingLoop) -> list[list[int]]:
     """What prompts give alone."""
     return [
-        chosen(run(stepped, stepped.submit(ids(seed), greedy(seed + 4)))[0]) for seed in range(8)
+        token_ids_of(run(stepped, stepped.submit(ids(seed), greedy(seed + 4)))[0])
+        for seed in range(8)
     ]
 
 
@@ -149,13 +150,13 @@ def test_many_threads(loop: ServingLoop, expected: list[list[int]]) -> None:
         thread.join(60)
     for seed in range(8):
         *earlier, last = found[seed]
-        assert chosen(last) == expected[seed]
+        assert token_ids_of(last) == expected[seed]
         assert last.finished
-        lengths = [len(chosen(output)) for output in earlier]
+        lengths = [len(token_ids_of(output)) for output in earlier]
         assert lengths == sorted(set(lengths))
         for output in earlier:
             assert not output.finished
-            assert chosen(output) == expected[seed][: len(chosen(output))]
+            assert token_ids_of(output) == expected[seed][: len(token_ids_of(output))]
 
 
 def test_event_loop(loop: ServingLoop, expected: list[list[int]]) -> None:
@@ -174,7 +175,7 @@ def test_event_loop(loop: ServingLoop, expected: list[list[int]]) -> None:
         return await asyncio.wait_for(asyncio.gather(*(ask(seed) for seed in range(8))), 60)
 
     for outputs, answer in zip(asyncio.run(ask_all()), expected, strict=True):
-        assert [chosen(output) for output in outputs] == [answer] * 3
+        assert [token_ids_of(output) for output in outputs] == [answer] * 3
 
 
 def test_each_output_has_grown(stepped: ServingLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,10 +189,10 @@ def test_each_output_has_grown(stepped: ServingLoop, monkeypatch: pytest.MonkeyP
         in_thread, in_coroutine = iter(stream), aiter(stream)
         while not stream._num_tokens:
             stepped.step()
-        counts = [len(chosen(next(in_thread))), len(chosen(await anext(in_coroutine)))]
+        counts = [len(token_ids_of(next(in_thread))), len(token_ids_of(await anext(in_coroutine)))]
         stepped.step()
         stepped._engine.step()  # nobody is told of the third token yet
-        counts += [len(chosen(next(in_thread))), len(chosen(await anext(in_coroutine)))]
+        counts += [len(token_ids_of(next(in_thread))), len(token_ids_of(await anext(in_coroutine)))]
         assert counts == [1, 1, 3, 3]
         waiting = asyncio.ensure_future(anext(in_coroutine))
         await asyncio.sleep(0)
@@ -203,7 +204,7 @@ def test_each_output_has_grown(stepped: ServingLoop, monkeypatch: pytest.MonkeyP
         with pytest.raises(AssertionError, match="would wait"):
             next(in_thread)
         run(stepped)
-        assert len(chosen(await waiting)) == 3  # as the other iteration was left
+        assert len(token_ids_of(await waiting)) == 3  # as the other iteration was left
 
     monkeypatch.setattr(stream._changed, "wait_for", wait)
     asyncio.run(follow())
@@ -238,7 +239,7 @@ def test_listener_that_goes_away(loop: ServingLoop, way: str) -> None:
 
     output = asyncio.run(leave()).result(timeout=60)
     assert reason(output) == "abort"
-    assert 0 < len(chosen(output)) < LONG
+    assert 0 < len(token_ids_of(output)) < LONG
 
 
 def test_event_loop_that_is_closed(stepped: ServingLoop) -> None:
@@ -255,7 +256,7 @@ def test_event_loop_that_is_closed(stepped: ServingLoop) -> None:
     events.close()
     (output,) = run(stepped, stream)
     assert reason(output) == "abort"
-    assert 0 < len(chosen(output)) < 4
+    assert 0 < len(token_ids_of(output)) < 4
     del iterator
 
 
@@ -263,7 +264,7 @@ def test_left_iteration_in_a_thread(loop: ServingLoop) -> None:
     """A generator that is closed early, and one that is never begun."""
     stream = loop.submit(ids(21), greedy(LONG))
     for output in stream:
-        assert len(chosen(output)) >= 1
+        assert len(token_ids_of(output)) >= 1
         break
     assert reason(stream.result(timeout=60)) == "abort"
     begun = loop.submit(ids(22), greedy(4))
@@ -284,7 +285,7 @@ def test_abort_at_any_moment(stepped: ServingLoop, expected: list[list[int]]) ->
         assert not any(other.finished for other in others), "before the next step"
         stepped.step()
         assert [reason(other.result(timeout=0)) for other in others] == ["abort"] * 4
-        assert [chosen(output) for output in run(stepped, kept)] == [expected[7]]
+        assert [token_ids_of(output) for output in run(stepped, kept)] == [expected[7]]
         assert_idle(stepped._engine)
     done = stepped.submit(ids(7), greedy(11))
     run(stepped, done)
@@ -413,7 +414,7 @@ def test_failing_step(
             list(stream)
         with pytest.raises(GenerationError):
             asyncio.run(drain(stream))
-    assert chosen(loop.submit(ids(7), greedy(11)).result(timeout=60)) == expected[7]
+    assert token_ids_of(loop.submit(ids(7), greedy(11)).result(timeout=60)) == expected[7]
 
 
 async def drain(stream: RequestStream) -> None:

@@ -73,7 +73,7 @@ def test_is_always_the_same(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
-    """A config that promises bfloat16 beside float32 weights."""
+    """A config that says bfloat16 beside float32 weights."""
     with pytest.raises(ValueError, match="float32"):
         write_checkpoint(tmp_path / "new", TINY | {"dtype": "bfloat16"})
     assert not (tmp_path / "new").exists()

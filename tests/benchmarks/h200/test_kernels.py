@@ -32,13 +32,13 @@ pytestmark = pytest.mark.compiles
 
 def dry_run(file: Path, capsys: pytest.CaptureFixture[str], *operations: str) -> None:
     """Runs the script to its end and checks everything it prints."""
-    chosen = operations or tuple(OPERATIONS)
-    arguments = ["--dry-run", "--operations", ",".join(chosen), "--output", str(file)]
+    names = operations or tuple(OPERATIONS)
+    arguments = ["--dry-run", "--operations", ",".join(names), "--output", str(file)]
     assert main(arguments) == 0
     output, result = capsys.readouterr().out, json.loads(file.read_text())
     assert "RACE DETECTED" not in output
     assert (result["dry_run"], result["errors"]) == (True, [])
-    assert {each["operation"] for each in result["operations"]} == set(chosen)
+    assert {each["operation"] for each in result["operations"]} == set(names)
     for each in result["operations"]:
         assert f"{each['operation']} of {each['spec']}: right" in output
         assert (each["error"], each["seconds"]) == (None, None)

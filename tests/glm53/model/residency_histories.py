@@ -41,13 +41,13 @@ def streams() -> list[np.ndarray]:
 @dataclasses.dataclass
 class Running:
     """A sequence in a slot: `done` of the first `total` tokens of a stream, `prompt` its prompt,
-    and whether it was promised pages for all of them."""
+    and whether pages were reserved for all of them."""
 
     stream: int
     prompt: int
     total: int
     done: int
-    promised: bool
+    reserved: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,14 +106,14 @@ class Histories(RuleBasedStateMachine):
         prompt=st.integers(1, MAX_PROMPT),
         more=st.integers(0, MAX_MORE),
         use_prefix=st.sampled_from([True, True, True, False]),
-        promised=st.booleans(),
+        reserved=st.booleans(),
     )
     def open_one(
-        self, data: st.DataObject, use_prefix: bool, promised: bool, **sequence: int
+        self, data: st.DataObject, use_prefix: bool, reserved: bool, **sequence: int
     ) -> None:
         """Starts a sequence, often one that begins as one before it; or changes nothing."""
         slot = data.draw(st.sampled_from([slot for slot in SLOTS if slot not in self.running]))
-        self.open(slot, use_prefix=use_prefix, promised=promised, **sequence)
+        self.open(slot, use_prefix=use_prefix, reserved=reserved, **sequence)
         self.grow(data)
 
     def open(
@@ -123,24 +123,24 @@ class Histories(RuleBasedStateMachine):
         prompt: int,
         more: int,
         use_prefix: bool,
-        promised: bool = True,
+        reserved: bool = True,
     ) -> None:
-        tokens, before = streams()[stream][:prompt].tolist(), self.account()
+        tokens, before = streams()[stream][:prompt].tolist(), self.bookkeeping()
         total = prompt + more
         try:
             done = self.cache.open(
-                slot, tokens, total if promised else prompt, use_prefix=use_prefix
+                slot, tokens, total if reserved else prompt, use_prefix=use_prefix
             )
         except OutOfPagesError:
-            assert self.account() == before
+            assert self.bookkeeping() == before
             self.counts["refused"] += 1
             return
         self.counts["whole pages found"] += done >= self.geometry.rows_per_page
         self.counts["part of a page found"] += done % self.geometry.rows_per_page > 0
-        self.running[slot] = Running(stream, prompt, total, done, promised)
+        self.running[slot] = Running(stream, prompt, total, done, reserved)
         self.note_contents(slot)
 
-    def account(self) -> tuple:
+    def bookkeeping(self) -> tuple:
         """Everything that a refused sequence must leave as it is."""
         pool, residency = self.cache.pool, self.residency
         pages = [
@@ -214,7 +214,7 @@ class Histories(RuleBasedStateMachine):
                 # As without drafts.
                 fewer = self.step(dict.fromkeys(rows, 1), listed, DECODE_ROWS)
                 if not fewer:
-                    assert not all(run.promised for run in self.running.values())
+                    assert not all(run.reserved for run in self.running.values())
                     self.counts["preempted"] += 1
                     return self.close_slot(max(self.running), preempted=True)
 
@@ -267,12 +267,12 @@ class Histories(RuleBasedStateMachine):
         positions = row_cache_row * self.num_devices + np.arange(self.num_devices)[:, None]
         in_page = positions[row_cache_row >= 0] // self.geometry.rows_per_page
         leased = np.asarray(store.host.row_cache.page)[slot, 0] >= 0
-        shown = [leased * np.count_nonzero(in_page == place) for place in range(len(pages))]
+        shown = [leased * np.count_nonzero(in_page == index) for index in range(len(pages))]
         assert view.row_cache.tolist() == shown
         self.counts["rows in a row cache"] += sum(shown)
 
     def check_store(self) -> None:
-        """Every confirmed row has its bytes in each place it lies; unused pages lie nowhere."""
+        """Every confirmed row has its bytes in each tier it lies; unused pages lie nowhere."""
         self.cache.check_integrity()
         self.cache.moves.flush()
         stored = StoredRows.of(self.cache.device.store)
@@ -291,10 +291,10 @@ class Histories(RuleBasedStateMachine):
             rows = self.expected.rows[stream, span]
             if device >= 0:
                 found = stored.device[:, device, in_page].swapaxes(0, 1)
-                assert np.array_equal(found, rows), f"{where}, at device place {device}"
+                assert np.array_equal(found, rows), f"{where}, at device page {device}"
             if host >= 0:
                 found = stored.host[host, in_page]
-                assert np.array_equal(found, rows), f"{where}, at host place {host}"
+                assert np.array_equal(found, rows), f"{where}, at host page {host}"
             self.counts["only on the host"] += int(device < 0)
             self.counts["in both tiers"] += int(min(device, host) >= 0)
             self.counts["three different numbers"] += len({page, device, host} - {-1}) == 3
@@ -313,11 +313,11 @@ class Histories(RuleBasedStateMachine):
     @rule(stream=st.sampled_from(STREAMS), total=st.integers(1, MAX_IMPORTED))
     def begin_import(self, stream: int, total: int) -> None:
         """Takes pages for a prefix that comes from elsewhere; or changes nothing."""
-        before = self.account()
+        before = self.bookkeeping()
         try:
             transfer = PrefixImport(self.cache, streams()[stream][:total].tolist())
         except OutOfPagesError:
-            assert self.account() == before
+            assert self.bookkeeping() == before
             self.counts["import refused"] += 1
             return
         self.arriving.append(Arriving(transfer, stream, total))
@@ -339,7 +339,7 @@ class Histories(RuleBasedStateMachine):
                 transfer.finish()
                 self.counts["imports"] += 1
         except OutOfPagesError:
-            self.counts["import without a place"] += 1
+            self.counts["import without a page"] += 1
             ends = "n"
         for index, page in enumerate(pages[: transfer._written]):
             self.contents[page] = arriving.stream, index * size, min(size, total - index * size)
@@ -407,7 +407,7 @@ class Histories(RuleBasedStateMachine):
         heat = np.random.default_rng(limit).integers(1, 4, self.geometry.num_pages)
         self.residency.measure_heat()
         self.residency.update_heat(heat.astype(np.float32))
-        self.counts["promoted"] += self.residency.onload_hottest(limit)
+        self.counts["onloaded ahead"] += self.residency.onload_hottest(limit)
 
     def evict(self, count: int) -> None:
         for _ in range(count):
@@ -427,7 +427,7 @@ class Histories(RuleBasedStateMachine):
         self.begin_import(stream=2, total=MAX_IMPORTED)
 
     def spill(self) -> None:
-        """Reads from all tiers at once, and a lease whose place a page needs."""
+        """Reads from all tiers at once, and a lease whose device page is needed."""
         self.open(0, 0, LENGTH - 8, 8, True)
         self.prefill(0, [PREFILL_ROWS, PREFILL_ROWS, PREFILL_ROWS, 8])
         self.drop_all()
@@ -455,13 +455,13 @@ class Histories(RuleBasedStateMachine):
         """Two sequences that grow until one must give way, and comes back."""
         prompt = (self.geometry.num_pages // 2 - 1) * self.geometry.rows_per_page
         for slot in range(2):
-            self.open(slot, 3 * slot, prompt, LENGTH - prompt, True, promised=False)
+            self.open(slot, 3 * slot, prompt, LENGTH - prompt, True, reserved=False)
             self.prefill(slot, [PREFILL_ROWS] * 4)
         while len(self.running) == 2:
             self.decode([0, 1], [(1, 1)])
         self.decode([0, -1], [(1, 0)] * 4)
         self.close_slot(0)
-        self.open(1, 3, prompt + 2, 4, True, promised=False)
+        self.open(1, 3, prompt + 2, 4, True, reserved=False)
         self.prefill(1, [PREFILL_ROWS] * 4)
         self.decode([1, -1], [(1, 0)] * 4)
         self.close_slot(1)
@@ -488,7 +488,7 @@ class Histories(RuleBasedStateMachine):
         assert not self.contents and self.cache.pool.num_free == self.geometry.num_pages
         assert self.residency.states.num_free_device == self.geometry.device_pages
         assert self.residency.states.num_free_host == self.geometry.host_pages
-        self.counts["restored"] += self.residency.pages_onloaded
+        self.counts["onloaded"] += self.residency.pages_onloaded
         self.counts["leases revoked"] += self.residency.leases_revoked
 
 

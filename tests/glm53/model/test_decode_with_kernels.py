@@ -75,9 +75,9 @@ def small_geometry(config: GLMConfig) -> KVGeometry:
     )
 
 
-def random_rows(row: RowFormat, rng: np.random.Generator, *places: int) -> jax.Array:
+def random_rows(row: RowFormat, rng: np.random.Generator, *shape: int) -> jax.Array:
     latent, rope = (
-        jnp.asarray(rng.normal(size=(*places, width)), jnp.float32)
+        jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32)
         for width in (row.latent_dim, row.rope_dim)
     )
     return jax.jit(row.pack)(latent, rope)

@@ -35,8 +35,8 @@ def test_mostly_on_the_host(
     Steps of few rows find row-cache rows, those of many stage pages; both read the rest in place.
     """
     golden, config = golden_arrays(KIT), golden_config(KIT)
-    ids, chosen = golden["p0_ids"], golden["p0_e5_greedy"]
-    tokens = np.concatenate([ids, chosen[:-1]])
+    ids, greedy = golden["p0_ids"], golden["p0_e5_greedy"]
+    tokens = np.concatenate([ids, greedy[:-1]])
     session = CachedSession(
         config,
         golden_params(KIT, num_devices),
@@ -66,24 +66,24 @@ def test_mostly_on_the_host(
     expected = golden["p0_e5_logits"]
     np.testing.assert_allclose(logits[: len(ids)], expected, rtol=0, atol=LOGITS_ATOL)
     np.testing.assert_array_equal(selected[:, : len(ids)], golden["p0_e5_topk"])
-    assert logits[len(ids) - 1 :].argmax(axis=1).tolist() == chosen.tolist()
+    assert logits[len(ids) - 1 :].argmax(axis=1).tolist() == greedy.tolist()
     on_host = session.cache.residency.states.count(PageState.HOST)
     assert on_host > len(session.cache.pages_of(1)) // 2
     assert min(reads[name] for name in ("resident", "staged", "host")) > 100, reads
     assert (reads["row_cache"] > 100) == uses_row_cache_rows, reads
 
 
-def random_rows(kind: RowKind, places: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def random_rows(kind: RowKind, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Stored rows made of random bytes, and the numbers that they stand for in float64."""
-    rng = np.random.default_rng(len(places))
+    rng = np.random.default_rng(len(shape))
     if kind != "fp8":
         dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32
-        stored = rng.normal(size=(*places, LATENT + ROPE)).astype(dtype)
+        stored = rng.normal(size=(*shape, LATENT + ROPE)).astype(dtype)
         return stored, stored.astype(np.float64)
-    latent = rng.integers(0, 0x7F, (*places, LATENT), np.uint8)  # 0x7F is NaN
+    latent = rng.integers(0, 0x7F, (*shape, LATENT), np.uint8)  # 0x7F is NaN
     latent |= rng.integers(0, 2, latent.shape, np.uint8) << 7
-    scale = np.exp2(rng.integers(-9, -6, (*places, 2))).astype(np.float32)
-    rope = rng.normal(size=(*places, ROPE)).astype(ml_dtypes.bfloat16)
+    scale = np.exp2(rng.integers(-9, -6, (*shape, 2))).astype(np.float32)
+    rope = rng.normal(size=(*shape, ROPE)).astype(ml_dtypes.bfloat16)
     parts = [latent, scale.view(np.uint8), rope.view(np.uint8)]
     scales = np.concatenate(
         [np.repeat(scale[..., :1], 128, axis=-1), np.repeat(scale[..., 1:], LATENT - 128, axis=-1)],
@@ -96,7 +96,7 @@ def random_rows(kind: RowKind, places: tuple[int, ...]) -> tuple[np.ndarray, np.
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_attention_over_both_tiers(kind: RowKind) -> None:
-    """A row taken from the wrong tier, layer or place, or bytes read as other numbers."""
+    """A row taken from the wrong tier, layer or index, or bytes read as other numbers."""
     row_format = RowFormat(kind, LATENT, ROPE, 1e-4)
     slab, device_values = random_rows(kind, (LAYERS, DEVICE_PAGES, ROWS))
     host, host_values = random_rows(kind, (HOST_PAGES, ROWS, LAYERS))
@@ -109,15 +109,15 @@ def test_attention_over_both_tiers(kind: RowKind) -> None:
             host_values[:, :, layer].reshape(HOST_PAGES * ROWS, -1),
         ]
     )
-    chosen = np.random.default_rng(3).permutation(len(values))[:20]
-    on_host = chosen >= device_rows
+    selected = np.random.default_rng(3).permutation(len(values))[:20]
+    on_host = selected >= device_rows
     assert 5 < on_host.sum() < 15
-    ids = np.where(on_host, chosen - device_rows + LAYERS * device_rows, chosen)
+    ids = np.where(on_host, selected - device_rows + LAYERS * device_rows, selected)
     ids = np.append(ids, -1).astype(np.int32)[None]
     attend = jax.jit(sparse_attention, static_argnums=(3, 5, 6))
     output, lse = attend(query, jnp.asarray(slab), jnp.asarray(host), layer, ids, scale, row_format)
-    scores = query[0].astype(np.float64) @ values[chosen].T * scale
+    scores = query[0].astype(np.float64) @ values[selected].T * scale
     total = np.exp(scores).sum(axis=1)
-    mixed = np.exp(scores) @ values[chosen, :LATENT] / total[:, None]
+    mixed = np.exp(scores) @ values[selected, :LATENT] / total[:, None]
     np.testing.assert_allclose(output[0], mixed, rtol=0, atol=1e-5)
     np.testing.assert_allclose(lse[0], np.log(total), rtol=0, atol=1e-5)

@@ -89,10 +89,10 @@ def run(
     assert store.host is not None
     rows = page_rows(session.geometry, len(prompt))
     pages = pages[np.arange(len(prompt)) // PAGE]
-    places = np.array(store.device_page_index)[pages]
-    on_device = as_bytes(store.slab)[-1, places, rows]
+    indices = np.array(store.device_page_index)[pages]
+    on_device = as_bytes(store.slab)[-1, indices, rows]
     in_host = as_bytes(store.host.slab)[np.array(store.host_page_index)[pages], rows, -1]
-    stored = np.where((places >= 0)[:, None], on_device, in_host)
+    stored = np.where((indices >= 0)[:, None], on_device, in_host)
     # Position 0 has no token before it.
     return found, as_bytes(drafts.logits).tobytes(), stored[1:]
 

@@ -72,7 +72,7 @@ def shape(segments: Sequence[Segment]) -> list[tuple[str, int]]:
 
 
 def check_indices(config: GLMConfig) -> None:
-    """Compares each layer's places with a count of the layers before it."""
+    """Compares each layer's indices with a count of the layers before it."""
     full = [kind == "full" for kind in config.indexer_types]
     sparse = [kind == "sparse" for kind in config.mlp_layer_types]
     full += [True] * config.num_nextn_predict_layers
@@ -101,7 +101,7 @@ def test_indices_of_presets() -> None:
 
 @given(kinds=KINDS.filter(bool), start=st.integers(0, 3))
 def test_segments_stand_for_the_layers(kinds: list[tuple[bool, bool]], start: int) -> None:
-    """A layer that is left out, run twice, or given another's place, and a repeat not used."""
+    """A layer that is left out, run twice, or given another's index, and a repeat not used."""
     layers = layer_indices(with_kinds(kinds))[start:]
     segments = plan_segments(layers)
     assert expand(segments) == list(layers)
@@ -226,5 +226,5 @@ def test_both_forms_give_the_same_bits() -> None:
         assert sum(getattr(read, name) for read in reads) > 0
     held = stored.device_page_index >= 0
     np.testing.assert_array_equal(stored.device_page_index, other_stored.device_page_index)
-    places = stored.device_page_index[held]
-    np.testing.assert_array_equal(stored.device[:, places], other_stored.device[:, places])
+    indices = stored.device_page_index[held]
+    np.testing.assert_array_equal(stored.device[:, indices], other_stored.device[:, indices])

@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 
 from kvcache.device.page_moves import MoveList, PageMoves
 
-PLACES = range(4)
+INDICES = range(4)
 KINDS = ["offload", "onload", "copy", "copy_keys"]
 Move = tuple[str, int, int]
 
-places = st.sampled_from(PLACES)
+indices = st.sampled_from(INDICES)
 moves = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(KINDS), places, places).filter(
+        st.tuples(st.sampled_from(KINDS), indices, indices).filter(
             lambda move: move[0] in ("offload", "onload") or move[1] != move[2]
         ),
-        st.tuples(st.just("map_page"), places, st.integers(-1, 3)),
+        st.tuples(st.just("map_page"), indices, st.integers(-1, 3)),
         st.just(("flush", 0, 0)),
     ),
     max_size=16,
@@ -26,16 +26,16 @@ moves = st.lists(
 
 @dataclasses.dataclass
 class Device:
-    """What every place holds, as the name of the place that it was written to first."""
+    """What every page holds, as the name of the page that it was written to first."""
 
     device: dict[int, str] = dataclasses.field(
-        default_factory=lambda: {place: f"device {place}" for place in PLACES}
+        default_factory=lambda: {index: f"device {index}" for index in INDICES}
     )
     host: dict[int, str] = dataclasses.field(
-        default_factory=lambda: {place: f"host {place}" for place in PLACES}
+        default_factory=lambda: {index: f"host {index}" for index in INDICES}
     )
     keys: dict[int, str] = dataclasses.field(
-        default_factory=lambda: {page: f"keys {page}" for page in PLACES}
+        default_factory=lambda: {page: f"keys {page}" for page in INDICES}
     )
     maps: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     launches: list[MoveList] = dataclasses.field(default_factory=list)
@@ -114,7 +114,7 @@ def test_lists_have_one_shape(moves: list[Move], size: int) -> None:
 @pytest.mark.parametrize(
     ("moves", "launches"),
     [
-        # Places of one tier only, or reads only, or in the order of a launch.
+        # Pages of one tier only, or reads only, or in the order of a launch.
         ([("offload", 0, 0), ("offload", 1, 1), ("onload", 2, 2), ("onload", 3, 3)], 1),
         ([("onload", 2, 2), ("onload", 3, 3), ("offload", 0, 0), ("offload", 1, 1)], 1),
         ([("offload", 0, 0), ("offload", 0, 1)], 1),
@@ -158,15 +158,15 @@ def test_a_full_list_is_launched(kind: str, room: int) -> None:
     """A move beyond the end of its list, or a launch before it is full."""
     device = Device()
     page_moves = PageMoves(device.launch, room)
-    for place in range(room):
-        queue(page_moves, kind, place, (place + 2) % 4)
+    for index in range(room):
+        queue(page_moves, kind, index, (index + 2) % 4)
     assert not device.launches
     queue(page_moves, kind, 1, 0)
     assert len(device.launches) == 1
 
 
 def test_maps_fill_up_by_page() -> None:
-    """A changed place of one page counted as another, or a page beyond the end of the list."""
+    """A changed index of one page counted as another, or a page beyond the end of the list."""
     device = Device()
     page_moves = PageMoves(device.launch, 1)
     for page in (0, 1, 2, 3, 0, 3):

@@ -28,10 +28,10 @@ PREFILL_ROWS = MAX_ROWS_WITH_ROW_CACHE + 1
 FIELDS = [field.name for field in dataclasses.fields(Reads)]
 NOTHING = -7  # in every row that holds no page's
 
-# Places of the device that are on lease; all others may hold pages.
+# Device pages that are on lease; all others may hold pages.
 HOT_LEASES = ((13, 2), (7, 11), (4, 9))
 STAGING = (1, 12, 5)
-PLACES = (0, 3, 6, 8, 10)
+DEVICE_INDICES = (0, 3, 6, 8, 10)
 
 meshes = pytest.mark.parametrize("num_devices", [1, 2])
 
@@ -112,7 +112,7 @@ def empty(num_devices: int) -> KVStore:
 def content(
     layers: np.ndarray | int, pages: np.ndarray | int, rows: np.ndarray, width: int
 ) -> np.ndarray:
-    """What a row of a page holds: its layer, its page and its place along the page."""
+    """What a row of a page holds: its layer, its page and its row of the page."""
     words = np.broadcast_arrays(layers, pages, rows, *[np.int32(0)] * (width - 3))
     return np.stack(words, axis=-1).astype(np.int32)
 
@@ -136,8 +136,8 @@ class Driver:
         self.tables = np.full((SLOTS, MAX_PAGES), -1, np.int32)
         for slot, table in enumerate(tables):
             self.tables[slot, : len(table)] = table
-        for pages, place in [*device_page.items(), *host_page.items()]:
-            assert pages != place
+        for pages, index in [*device_page.items(), *host_page.items()]:
+            assert pages != index
         self.models = {
             (device, slot, group): RowCacheModel.empty(NUM_ENTRIES)
             for device in range(num_devices)
@@ -155,10 +155,10 @@ class Driver:
         rows = np.arange(sizes.rows_per_page)
         slab, host = (np.full(array.shape, NOTHING) for array in (start.slab, start.host.slab))
         layers, width = np.arange(sizes.num_layers), slab.shape[-1]
-        for page, place in self.device_page.items():
-            slab[:, place] = content(layers[:, None], page, rows, width)
-        for page, place in self.host_page.items():
-            host[place] = content(layers, page, rows[:, None], width)
+        for page, index in self.device_page.items():
+            slab[:, index] = content(layers[:, None], page, rows, width)
+        for page, index in self.host_page.items():
+            host[index] = content(layers, page, rows[:, None], width)
         row_cache_page = np.full((SLOTS, ROW_CACHE_PAGES), -1)
         for slot in self.leased:
             row_cache_page[slot] = HOT_LEASES[slot]
@@ -186,9 +186,9 @@ class Driver:
             ),
         )
 
-    def map(self, places: dict[int, int]) -> np.ndarray:
+    def map(self, indices: dict[int, int]) -> np.ndarray:
         pages = np.full(self.sizes.num_pages, -1)
-        pages[list(places)] = list(places.values())
+        pages[list(indices)] = list(indices.values())
         return pages
 
     def select(self, num_rows: int, missing: float = 0.2, reach: int | None = None) -> np.ndarray:
@@ -308,7 +308,7 @@ class Driver:
         np.testing.assert_array_equal(host.slab, before.host.slab)
         held = list(self.device_page.values())
         np.testing.assert_array_equal(self.store.slab[:, held], before.slab[:, held])
-        lent = {place for slot in self.leased for place in HOT_LEASES[slot]}
+        lent = {index for slot in self.leased for index in HOT_LEASES[slot]}
         lent |= set(STAGING[: self.num_staging])
         idle = sorted(set(range(DEVICE_PAGES)) - lent)
         np.testing.assert_array_equal(self.store.slab[:, idle], before.slab[:, idle])
@@ -317,8 +317,8 @@ class Driver:
 # Pages of three sequences; the first two share two of them. One sequence is shorter than its table.
 TABLES = [[20, 9, 31, 15, 27], [20, 9, 3, 17, 22], [29, 6, 19]]
 PAGES = sorted({page for table in TABLES for page in table})
-ON_HOST = {page: place for place, page in enumerate(PAGES, 4)}
-MIXED: dict[int, int] = dict(zip((9, 31, 17, 29, 22), PLACES, strict=True))
+ON_HOST = {page: index for index, page in enumerate(PAGES, 4)}
+MIXED: dict[int, int] = dict(zip((9, 31, 17, 29, 22), DEVICE_INDICES, strict=True))
 
 
 @meshes
@@ -362,7 +362,7 @@ def test_row_cache_rows(num_devices: int, spilled: str) -> None:
 def test_staged_pages(num_devices: int, num_staging: int, spilled: str) -> None:
     """A page staged in rows that another holds, staged twice, or read where it was not staged.
 
-    With one place there is room for fewer pages than are selected from.
+    With one device page there is room for fewer pages than are selected from.
     """
     device_page = MIXED if spilled == "some" else {}
     driver = Driver(num_devices, device_page, ON_HOST, TABLES, (0,), num_staging)

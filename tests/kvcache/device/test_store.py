@@ -30,8 +30,8 @@ from tests.helpers.in_place import check_in_place, pointers
 pytestmark = pytest.mark.compiles
 GROUP_LAYERS, SLOTS, MAX_PAGES, ROWS_PER_DEVICE = (1, 2), 4, 4, 4
 LAYERS, INDEX_LAYERS = sum(GROUP_LAYERS), len(GROUP_LAYERS)
-# Pages that sequences get, and pages that are held so that a page's id, its place in the slab and
-# its place in a block table always differ: of the free ones, ids and places are MAX_PAGES or more.
+# Pages that sequences get, and pages that are held so that a page's id, its index in the slab and
+# its entry in a block table always differ: of the free ones, ids and indices are MAX_PAGES or more.
 FREE_PAGES, HELD_PAGES = 12, MAX_PAGES
 DEVICE_PAGES = FREE_PAGES + 2 * HELD_PAGES
 HOST_TIER = {"host_pages": 8, "row_cache_rows": 6, "staging_pages": 2}
@@ -57,7 +57,7 @@ def make_geometry(num_devices: int, kind: RowKind, **sizes: int) -> KVGeometry:
     )
 
 
-def place_of[Page: (int, np.ndarray)](page: Page) -> Page:
+def device_index_of[Page: (int, np.ndarray)](page: Page) -> Page:
     """Where the tests put a page on the device, never at its own number."""
     return DEVICE_PAGES - 1 - page
 
@@ -137,20 +137,20 @@ class StoreMachine(RuleBasedStateMachine):
         last = self.pool.allocate(HELD_PAGES)
         for page in free:
             self.pool.release(page)
-        # The held pages have their places, where a wrong page would show.
+        # The held pages have their indices, where a wrong page would show.
         for pages in (first, last):
-            self.map_pages({page: place_of(page) for page in pages})
+            self.map_pages({page: device_index_of(page) for page in pages})
         self.tables: dict[int, list[int]] = {}
         # By kind of row, {(slot, layer, position): bytes}.
         self.stored: dict[str, dict[tuple[int, int, int], bytes]] = {"rows": {}, "keys": {}}
         self.rng = np.random.default_rng(0)
 
-    def map_pages(self, places: dict[int, int]) -> None:
-        """Gives at most MAX_PAGES pages their places on the device, -1 for none."""
+    def map_pages(self, indices: dict[int, int]) -> None:
+        """Gives at most MAX_PAGES pages their indices on the device, -1 for none."""
         none = np.full((1, 2), -1, np.int32)
         maps = np.full((MAX_PAGES, 3), -1, np.int32)
-        for row, (page, place) in enumerate(places.items()):
-            maps[row, :2] = page, place
+        for row, (page, index) in enumerate(indices.items()):
+            maps[row, :2] = page, index
         self.store = self.run.move(self.store, MoveList(none, none, none, none, maps))
 
     def assign(self, slot: int, table: list[int]) -> None:
@@ -171,9 +171,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         pages = data.draw(st.permutations(self.pool.allocate(num_pages)))
         for index, page in enumerate(pages):
-            assert len({index, page, place_of(page)}) == 3
+            assert len({index, page, device_index_of(page)}) == 3
         self.tables[slot] = list(pages)
-        self.map_pages({page: place_of(page) for page in pages})
+        self.map_pages({page: device_index_of(page) for page in pages})
         self.assign(slot, list(pages))
 
     @precondition(lambda self: self.tables)
@@ -221,7 +221,7 @@ class StoreMachine(RuleBasedStateMachine):
             entries.append((-1, page, int(rng.integers(0, 4 * geometry.rows_per_page))))
         while len(entries) < TOKENS:
             entries.append((-1, int(rng.integers(-1, geometry.num_pages)), -1))
-        entries = [entries[place] for place in rng.permutation(TOKENS)]
+        entries = [entries[entry] for entry in rng.permutation(TOKENS)]
         pages = np.asarray([page for _, page, _ in entries], np.int32)
         positions = np.asarray([position for _, _, position in entries], np.int32)
         row_format = geometry.row_format if kind == "rows" else geometry.index_row_format
@@ -238,7 +238,7 @@ class StoreMachine(RuleBasedStateMachine):
                 continue
             self.stored[kind][slot, layer, position] = row.tobytes()
             if kind == "rows":
-                slab[layer, place_of(page), geometry.page_row(position)] = row
+                slab[layer, device_index_of(page), geometry.page_row(position)] = row
             else:
                 keys[layer, page, geometry.page_row(position)] = row
         np.testing.assert_array_equal(raw(self.store.slab), slab)
@@ -258,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
             owned = positions[: len(table) * geometry.rows_per_page]
             owning = np.asarray(table)[owned // geometry.rows_per_page]
             rows = owned % geometry.rows_per_page // num_devices
-            rows += place_of(owning) * ROWS_PER_DEVICE
+            rows += device_index_of(owning) * ROWS_PER_DEVICE
             expected[owned % num_devices, slot, owned] = rows
             expected_pages[owned % num_devices, slot, owned] = owning
         np.testing.assert_array_equal(located, expected)
@@ -302,7 +302,7 @@ def test_fields_have_buffers_of_their_own() -> None:
 
 @meshes
 def test_translate_positions(num_devices: int) -> None:
-    """A tier confused with another, or a position that is nowhere and gets a place."""
+    """A tier confused with another, or a position that is nowhere and gets a row."""
     run = with_host_tier(num_devices)
     geometry, (store, _) = run.geometry, run.empty()
     # Pages on the device, on the host, in both tiers, in none, and beyond the last.
@@ -333,8 +333,8 @@ def test_translate_positions(num_devices: int) -> None:
         assert pages[:, 0, index].tolist() == expected_pages
 
 
-def test_rows_of_a_page_without_a_place_are_dropped() -> None:
-    """A row for a page that is not on the device, written to another's place; its key must stay."""
+def test_rows_of_a_page_off_the_device_are_dropped() -> None:
+    """A row for a page that is not on the device, written to another's; its key must stay."""
     run = with_host_tier(2)
     geometry, (store, _) = run.geometry, run.empty()
     pages, positions = np.full(TOKENS, 8, np.int32), np.arange(TOKENS, dtype=np.int32) % 8

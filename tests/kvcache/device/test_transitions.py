@@ -52,8 +52,8 @@ class Driver:
         mesh = make_mesh(num_devices)
         shapes = jax.eval_shape(lambda: KVStore.create(geometry, mesh))
         junk: Any = jax.tree.map(lambda leaf: self.junk(leaf.shape, leaf.dtype), shapes)
-        for places in (junk.device_page_index, junk.host_page_index):
-            places[:] = -1
+        for indices in (junk.device_page_index, junk.host_page_index):
+            indices[:] = -1
         # Computed rather than put there, as numpy's own memory cannot be donated.
         self.store: KVStore = jax.jit(
             lambda: jax.tree.map(jnp.asarray, junk),
@@ -78,11 +78,11 @@ class Driver:
             self.junk((*shape, geometry.num_index_layers, keys.width), keys.dtype),
         )
 
-    def place(self, device_page: dict[int, int], host_page: dict[int, int]) -> None:
+    def map_pages(self, device_page: dict[int, int], host_page: dict[int, int]) -> None:
         """Sets where pages lie, without a transition."""
-        for name, places in (("device_page_index", device_page), ("host_page_index", host_page)):
+        for name, indices in (("device_page_index", device_page), ("host_page_index", host_page)):
             mirrored = getattr(self.mirror, name)
-            mirrored[list(places)] = list(places.values())
+            mirrored[list(indices)] = list(indices.values())
             put = jax.device_put(mirrored.copy(), getattr(self.store, name).sharding)
             self.store = dataclasses.replace(self.store, **{name: jnp.copy(put)})
 
@@ -123,7 +123,7 @@ def pairs(rng: np.random.Generator, count: int, sources: int, targets: int) -> n
 
 @stores
 def test_moves(num_devices: int, kind: RowKind) -> None:
-    """A move out of the order of kinds, to another place, or by padding; a map not changed."""
+    """A move out of the order of kinds, to another page, or by padding; a map not changed."""
     driver = Driver(num_devices, kind)
     rng, mirror, num_pages = driver.rng, driver.mirror, driver.geometry.num_pages
     for counts in [(0, 0, 0, 0, 0), (5, 5, 5, 5, 20), (2, 0, 3, 1, 4), (0, 4, 1, 2, 1)]:
@@ -176,11 +176,11 @@ def test_moves_without_a_host_tier() -> None:
 
 @stores
 def test_write_and_read(num_devices: int, kind: RowKind) -> None:
-    """A page written to one of its tiers only, or to another's place; one read where it is not."""
+    """A page written to one of its tiers only, or to another's; one read where it is not."""
     driver = Driver(num_devices, kind)
     mirror = driver.mirror
     # On the device, on the host, in both tiers, nowhere, and padding.
-    driver.place({50: 7, 3: 21}, {11: 35, 3: 0})
+    driver.map_pages({50: 7, 3: 21}, {11: 35, 3: 0})
     pages = np.asarray([11, 50, -1, 3, 8], np.int32)
     rows, keys = driver.pages(len(pages))
     driver.run("write", pages, rows, keys)
@@ -192,8 +192,8 @@ def test_write_and_read(num_devices: int, kind: RowKind) -> None:
         if page in (11, 3):
             mirror.host.slab[mirror.host_page_index[page]] = row
     driver.check()
-    # The device's rows count where a page has both: page 11's are in the host place now.
-    driver.place({}, {3: 35})
+    # The device's rows count where a page has both: page 11's are in the host page now.
+    driver.map_pages({}, {3: 35})
     found_rows, found_keys = driver.transitions.read(driver.store, pages)
     for found, expected in ((found_rows, rows), (found_keys, keys)):
         for index in (0, 1, 3):

@@ -47,23 +47,23 @@ def test_any_byte_changed(tmp_path: Path) -> None:
     write_prefix(path, DESCRIPTION, TOKENS[:3], BLOCKS[:1])
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
-        places = {*range(0, len(data), 4), *range(archive.start_dir, len(data))}
+        offsets = {*range(0, len(data), 4), *range(archive.start_dir, len(data))}
     seen = 0
-    for place in sorted(places):
-        flip = (0x01, 0xFF, 0x80, 0x10)[place % 5 % 4]
-        data[place] ^= flip
+    for offset in sorted(offsets):
+        flip = (0x01, 0xFF, 0x80, 0x10)[offset % 5 % 4]
+        data[offset] ^= flip
         path.write_bytes(data)
-        data[place] ^= flip
+        data[offset] ^= flip
         try:
             with PrefixReader(path) as reader:
-                assert same(reader.blocks(), BLOCKS[:1]), place
+                assert same(reader.blocks(), BLOCKS[:1]), offset
                 assert reader.token_ids.tolist() == TOKENS[:3].tolist()
                 assert reader.description == DESCRIPTION
         except PrefixFileError as error:
             assert str(path) in str(error)
             seen += 1
     # The rest is what nobody reads, as the times of members.
-    assert seen > len(places) * 0.7
+    assert seen > len(offsets) * 0.7
 
 
 @pytest.mark.parametrize("part", ["rows", "keys"])
@@ -206,7 +206,7 @@ def test_overlapping_members(tmp_path: Path) -> None:
     write_prefix(path, description, TOKENS[:2], blocks_of(description, 2, 1))
 
     def share(name: str) -> None:
-        """Puts a member that is in no other place than the first block's."""
+        """Puts a member that is nowhere but in the first block's."""
         info = copy.copy(archive.getinfo("rows/00000000.npy"))
         info.filename = name
         archive.filelist.append(info)
@@ -269,12 +269,12 @@ def test_64_bit_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert_refused(path, "is torn")
 
 
-@pytest.mark.parametrize("place", [-10, -58])
-def test_vast_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+@pytest.mark.parametrize("offset", [-10, -58])
+def test_vast_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     """A directory as long as a vast file is read into memory, by its 32-bit or 64-bit size."""
     path = tmp_path / "prefix"
     write_64_bit_sample(path, monkeypatch)
     data = bytearray(path.read_bytes())
-    data[len(data) + place : len(data) + place + 4] = (1 << 28).to_bytes(4, "little")
+    data[len(data) + offset : len(data) + offset + 4] = (1 << 28).to_bytes(4, "little")
     path.write_bytes(data)
     assert_refused(path, "its directory claims 268435456 bytes")

@@ -196,7 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class TestIndex(IndexMachine.TestCase):
-    """A wrong page found or a right one missed, a page leaked or given up too early."""
+    """A wrong page found or a right one missed, a page leaked or evicted too early."""
 
     settings = settings(max_examples=60, stateful_step_count=30)
 
@@ -338,7 +338,7 @@ def test_publication_costs_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_eviction_looks_at_few_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every leaf looked at for every page given up."""
+    """Every leaf looked at for every page evicted."""
     cache = Cache(2, 600)
     for conversation in range(200):
         cache.turn([conversation, 0, 1, 2, 3, 4])
@@ -349,7 +349,7 @@ def test_eviction_looks_at_few_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_duplicate_does_not_hang_on_a_lost_page() -> None:
-    """Pages published below another's page that was given up meanwhile: never to be found."""
+    """Pages published below another's page that was evicted meanwhile: never to be found."""
     cache = Cache(2, 20)
     index, pool = cache.index, cache.pool
     tokens = [1, 2, 3, 4, 5, 6, 7]
@@ -409,7 +409,7 @@ def test_no_cliff_in_a_round_robin(working_set: float) -> None:
 
 
 def test_single_uses_leave_a_loop_alone() -> None:
-    """Prompts that never return, taking the place of conversations that do."""
+    """Prompts that never return, that evict conversations that do."""
     cache = Cache(2, 80)
     found = []
     for turn in range(120):
@@ -436,7 +436,7 @@ def test_shared_beginning_stays() -> None:
 
 
 def test_known_next_use_is_believed() -> None:
-    """Pages of a preempted sequence given up before those of conversations that return later."""
+    """Pages of a preempted sequence evicted before those of conversations that return later."""
     cache = Cache(2, 40)
     for turn in range(30):
         cache.turn([turn % 10 * 100 + i for i in range(4)])

@@ -20,7 +20,7 @@ def due_at(due: float) -> Reuse:
     data=st.data(),
 )
 def test_furthest_either_way_comes_first(dues: list[int], now: int, data: st.DataObject) -> None:
-    """A page given up although another is due later or is longer overdue."""
+    """A page evicted although another is due later or is longer overdue."""
     order: ReuseOrder[Reuse] = ReuseOrder()
     pages = [due_at(float(due)) for due in dues]
     for page in pages:

@@ -17,7 +17,7 @@ DIRTY, CLEAN, HOST = PageState.DIRTY, PageState.CLEAN, PageState.HOST
 
 
 class Harness:
-    """A residency with a prefix index that keeps unreferenced pages and gives up the lowest."""
+    """A residency with a prefix index that keeps unreferenced pages and evicts the lowest."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ def test_a_new_page_is_hot_until_measured() -> None:
     assert harness.states(0, 1, 2) == "DIRTY HOST HOST"
 
 
-def test_copies_are_given_up_before_pages() -> None:
-    """A cached page evicted while another takes two places; the copy of a cold page given up."""
+def test_host_copies_are_dropped_before_pages() -> None:
+    """A cached page evicted while another is in both tiers; a cold page's host copy dropped."""
     harness = Harness(4, 2, unreferenced={3})
     harness.fill(0, 1, 2, 3)
     harness.heat(5, 9, 0, 7)
@@ -191,7 +191,7 @@ def test_copies_are_given_up_before_pages() -> None:
 def test_both_tiers_fill_to_the_last_place(
     data: st.DataObject, device_pages: int, host_pages: int
 ) -> None:
-    """A page refused while there is a place for it, held by a second copy or a lease."""
+    """A page refused while there is room for it, held by a second copy or a lease."""
     harness = Harness(device_pages, host_pages)
     pages = data.draw(st.permutations(range(harness.num_pages)))
     for page in pages:
@@ -300,8 +300,8 @@ def test_clean_ahead_without_a_host_page_index() -> None:
         assert harness.pages.offload_ahead(4) == 0
 
 
-def test_promote() -> None:
-    """Places filled that new pages need; cold or idle pages restored; the less hot ones first."""
+def test_onload_hottest() -> None:
+    """Device pages taken that new pages need; cold or idle ones onloaded; the hottest not first."""
     harness = Harness(6, 6, unreferenced={3})
     harness.fill(0, 1, 2, 3, 4)
     harness.heat(1, 3, 0, 9, 2)
@@ -322,7 +322,7 @@ def test_promote() -> None:
 
 
 def test_a_dropped_source_is_copied_from_the_host() -> None:
-    """A copy of a page whose own place was taken for it."""
+    """A copy of a page whose own device page was taken for it."""
     harness = Harness(1, 2)
     harness.fill(0)
     harness.pages.copy_of(0, 1)
@@ -348,7 +348,7 @@ def test_a_source_that_nobody_holds_may_be_lost() -> None:
 
 
 def test_import_to_a_full_host() -> None:
-    """An import refused while another page could move up, or a cached one be given up."""
+    """An import refused while another page could move up, or a cached one be evicted."""
     harness = Harness(2, 2, unreferenced={1})
     harness.fill(0, 1, 2)
     harness.heat(0, 0, 4)

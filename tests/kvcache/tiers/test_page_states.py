@@ -84,28 +84,28 @@ def test_transitions(state: str, operation: str) -> None:
     for step in HISTORIES[state]:
         OPERATIONS[step](pages, page)
 
-    def account() -> list[object]:
-        places = [
+    def bookkeeping() -> list[object]:
+        indices = [
             (pages.states.device_page_index(page), pages.states.host_page_index(page))
             for page in range(10)
         ]
         counts = [pages.states.count(state) for state in PageState]
         return [
-            places,
+            indices,
             counts,
             pages.states.num_free_device,
             pages.states.num_free_host,
             pages.states.state(page),
         ]
 
-    before = account()
+    before = bookkeeping()
     if operation in EXPECTED[state]:
         OPERATIONS[operation](pages, page)
         assert pages.states.state(page) is EXPECTED[state][operation]
     else:
         with pytest.raises(ValueError, match=f"page {page}: it is {state.split()[0]}"):
             OPERATIONS[operation](pages, page)
-        assert account() == before
+        assert bookkeeping() == before
     pages.check_integrity()
 
 
@@ -141,8 +141,8 @@ def test_no_such_page(page: int) -> None:
 
 
 @pytest.mark.parametrize("state", HISTORIES)
-def test_the_device_is_told_each_place(state: str) -> None:
-    """A map that still names a place given up, where the next page's rows lie."""
+def test_the_device_is_told_each_page_index(state: str) -> None:
+    """A map that still names a page index that was freed, where the next page's rows lie."""
     maps = dict.fromkeys(range(3), (-1, -1))
 
     def launch(moves: MoveList) -> None:
@@ -158,7 +158,7 @@ def test_the_device_is_told_each_place(state: str) -> None:
 
 
 def test_numbers_of_a_page_differ() -> None:
-    """An id or a place that happens to be right when it is used for another."""
+    """An id or an index that happens to be right when it is used for another."""
     pages = residency(10, 10)
     for page in range(10):
         pages.start(page)
@@ -172,7 +172,7 @@ def test_numbers_of_a_page_differ() -> None:
 
 
 def test_slots_of_leases() -> None:
-    """A lease of a slot that is not there, or of one slot twice, so that places are lost."""
+    """A lease of a slot that is not there, or of one slot twice, so that device pages are lost."""
     told: list[tuple[int, int]] = []
     pages = residency(6, 0, on_lease=lambda slot, leased: told.append((slot, len(leased))))
     for slot in (-1, 2):

@@ -22,7 +22,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     """Drives a residency with a pool, and a device that executes its launches on contents.
 
     A content is a number, the same for a page's rows and its index keys. Steps overwrite whatever
-    no page's place is mapped to.
+    no page is mapped to.
     """
 
     @initialize(
@@ -74,9 +74,9 @@ class ResidencyMachine(RuleBasedStateMachine):
             for source, target in pairs.tolist():
                 if source >= 0:
                     targets[target] = sources[source]
-        for page, *places in moves.maps.tolist():
+        for page, *indices in moves.maps.tolist():
             if page >= 0:
-                self.maps[page] = tuple(places)
+                self.maps[page] = tuple(indices)
 
     def evict(self) -> bool:
         evictable = self.evictable
@@ -101,8 +101,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         ]
 
     def can_free(self, count: int, leased: int = 0) -> bool:
-        """The condition that the class states, with some places that may not be taken."""
-        on_device = [page for page in range(self.num_pages) if self.place(page) >= 0]
+        """The condition that the class states, with some device pages that may not be taken."""
+        on_device = [page for page in range(self.num_pages) if self.device_page_index(page) >= 0]
         stuck = [page for page in on_device if page in self.pins]
         stuck += [
             page for page in self.pages(TAIL, IMPORTING) if page in set(on_device) - set(stuck)
@@ -110,7 +110,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         held = self.num_pages - self.residency.states.count(FREE) - len(self.evictable)
         return count <= min(self.device_pages - len(stuck), self.num_pages - held) - leased
 
-    def place(self, page: int) -> int:
+    def device_page_index(self, page: int) -> int:
         return self.residency.states.device_page_index(page)
 
     def try_out(self, possible: bool, action: Callable[[], None]) -> bool:
@@ -128,30 +128,30 @@ class ResidencyMachine(RuleBasedStateMachine):
         """What a step or an import does: goes by the maps, to whatever tier they name."""
         self.written += 1
         device_page_index, host_page_index = self.maps[page]
-        tier, place = (
+        tier, index = (
             (self.device, device_page_index)
             if device_page_index >= 0
             else (self.host, host_page_index)
         )
-        tier[place] = self.keys[page] = self.contents[page] = self.written
+        tier[index] = self.keys[page] = self.contents[page] = self.written
 
     @rule()
     def step(self) -> None:
         self.moves.flush()
-        places = [
-            (self.place(page), self.residency.states.host_page_index(page))
+        indices = [
+            (self.device_page_index(page), self.residency.states.host_page_index(page))
             for page in range(self.num_pages)
         ]
-        assert self.maps == dict(enumerate(places))
+        assert self.maps == dict(enumerate(indices))
         for page, content in self.contents.items():
             assert self.keys[page] == content
-            device_page_index, host_page_index = places[page]
+            device_page_index, host_page_index = indices[page]
             assert device_page_index < 0 or self.device[device_page_index] == content
             assert host_page_index < 0 or self.host[host_page_index] == content
         assert self.leases == {slot: self.residency.leased_row_cache(slot) for slot in SLOTS}
-        device_places, host_places = map(set, zip(*places, strict=True))
-        self.device |= dict.fromkeys(set(self.device) - device_places, -1)
-        self.host |= dict.fromkeys(set(self.host) - host_places, -1)
+        device_indices, host_indices = map(set, zip(*indices, strict=True))
+        self.device |= dict.fromkeys(set(self.device) - device_indices, -1)
+        self.host |= dict.fromkeys(set(self.host) - host_indices, -1)
         for page in self.pages(TAIL):
             self.write(page)
 
@@ -190,7 +190,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         begin = lambda: self.residency.begin_import(page, to_device)  # noqa: E731
         if self.try_out(possible, begin):
             self.moves.flush()
-            assert (self.place(page) >= 0) == to_device
+            assert (self.device_page_index(page) >= 0) == to_device
             self.write(page)
         else:
             self.pool.release(page)
@@ -234,7 +234,9 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def end_import(self, page: int) -> None:
         self.residency.end_import(page)
-        assert self.residency.states.state(page) is (DIRTY if self.place(page) >= 0 else HOST)
+        assert self.residency.states.state(page) is (
+            DIRTY if self.device_page_index(page) >= 0 else HOST
+        )
 
     def release(self, page: int) -> None:
         self.pool.release(page)
@@ -278,12 +280,12 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule()
     def lease_staging(self) -> None:
         held = self.num_pages - self.residency.states.count(FREE)
-        cleaned, free = self.residency.pages_offloaded, self.residency.states.num_free_device
+        offloaded, free = self.residency.pages_offloaded, self.residency.states.num_free_device
         before = self.residency.staged_pages
         got = self.residency.lease_staging()
         assert got == len(self.residency.staged_pages)
         assert min(self.staging_pages, len(before) + free) <= got <= self.staging_pages
-        assert self.residency.pages_offloaded == cleaned
+        assert self.residency.pages_offloaded == offloaded
         assert self.num_pages - self.residency.states.count(FREE) == held
 
     @rule()
@@ -305,20 +307,20 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(0, 2))
     def offload_ahead(self, limit: int) -> None:
         before = self.residency.pages_offloaded
-        cleaned = self.residency.offload_ahead(limit)
-        assert cleaned == self.residency.pages_offloaded - before <= limit
+        offloaded = self.residency.offload_ahead(limit)
+        assert offloaded == self.residency.pages_offloaded - before <= limit
 
     @rule(limit=st.integers(0, 2))
     def onload_hottest(self, limit: int) -> None:
         before = self.residency.pages_onloaded
-        restored = self.residency.onload_hottest(limit)
-        assert restored == self.residency.pages_onloaded - before <= limit
+        onloaded = self.residency.onload_hottest(limit)
+        assert onloaded == self.residency.pages_onloaded - before <= limit
 
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
         self.residency.check_integrity()
-        assert all(self.place(page) >= 0 for page in self.pages(TAIL))
+        assert all(self.device_page_index(page) >= 0 for page in self.pages(TAIL))
         assert self.residency.states.room <= self.device_pages
         assert self.residency.pages_offloaded == self.moves.pages_queued_to_offload
 

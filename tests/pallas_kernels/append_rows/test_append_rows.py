@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.append_rows import append_rows
-from pallas_kernels.append_rows.specs import SPECS, random_places, random_rows
+from pallas_kernels.append_rows.specs import SPECS, random_pages, random_rows
 from pallas_kernels.common.row_format import RowFormat
 from pallas_kernels.common.slab_spec import GLM_ROWS, random_bytes
 from tests.helpers.bits import as_bits, assert_same_bits
@@ -20,7 +20,7 @@ RACE = "RACE DETECTED"
 @pytest.mark.parametrize("implementation", ["reference", "interpreter"])
 @pytest.mark.parametrize("name", [name for name in SPECS if name.startswith("odd")])
 def test_append_rows(name: str, implementation, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row at another place or not packed as its format says, or a dropped one that is written."""
+    """A row at another page or not packed as its format says, or a dropped one that is written."""
     spec, rng = SPECS[name], np.random.default_rng(0)
     row_format = spec.slabs.row_format
     slab = random_bytes(rng, spec.slabs.slab)
@@ -29,12 +29,12 @@ def test_append_rows(name: str, implementation, capsys: pytest.CaptureFixture[st
     )
     for layer in (0, 2):
         latent, rope = random_rows(spec, rng)
-        places, rows = random_places(spec, rng)
+        pages, rows = random_pages(spec, rng)
         expected, packed = as_bits(slab), as_bits(row_format.pack(latent, rope))
-        for token, (place, row) in enumerate(zip(places.tolist(), rows.tolist(), strict=True)):
-            if place >= 0:
-                expected[layer, place, row] = packed[token]
-        slab = append(slab, jnp.int32(layer), latent, rope, places, rows)
+        for token, (page, row) in enumerate(zip(pages.tolist(), rows.tolist(), strict=True)):
+            if page >= 0:
+                expected[layer, page, row] = packed[token]
+        slab = append(slab, jnp.int32(layer), latent, rope, pages, rows)
         np.testing.assert_array_equal(as_bits(slab), expected)
     assert RACE not in capsys.readouterr().out
 

@@ -128,13 +128,13 @@ def test_selection() -> None:
     scale = magnitudes(spec, *operands)
     positions, last = jnp.arange(spec.context), jnp.full(spec.rows, spec.context - 1)
     for sequence in range(spec.sequences):
-        chosen, should = (
+        selected, should = (
             select_topk(each[sequence], positions, 0, last, 33)[1] for each in (found, expected)
         )
         for row in range(spec.rows):
             scores = np.asarray(expected[sequence, row])
             least = scores[np.asarray(should[row])].min()
-            swapped = np.setxor1d(chosen[row], should[row])
+            swapped = np.setxor1d(selected[row], should[row])
             allowed = 2 * TOLERANCE * scale[sequence, row].max()
             assert (np.abs(scores[swapped] - least) <= allowed).all()
 
@@ -149,9 +149,9 @@ def test_bits_do_not_depend_on_neighbours() -> None:
     query, weights, pages = query[order].at[:, 1].multiply(3), weights[order], pages[order]
     keys, pages = jnp.roll(keys, 5, axis=1), (pages + 5) % spec.num_pages
     after = run(query, weights, keys, layer, pages, jnp.array([192, 0, 192]))
-    for place in (0, 2):
+    for index in (0, 2):
         for row in (0, 2):
-            assert_same_bits(after[place, row], before[order[place], row])
+            assert_same_bits(after[index, row], before[order[index], row])
 
 
 def test_planted_race(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,8 +101,8 @@ class Driver:
         positions[rng.random(shape) < missing] = -1
         # A row is on the device or not for all that select it; a resident row lies in any layer.
         resident = rng.random((SLOTS, CONTEXT)) >= spilled
-        places = rng.integers(0, FIRST_HOST_ROW, (SLOTS, CONTEXT))
-        where = np.where(resident, places, FIRST_HOST_ROW + self.host_rows)
+        device_rows = rng.integers(0, FIRST_HOST_ROW, (SLOTS, CONTEXT))
+        where = np.where(resident, device_rows, FIRST_HOST_ROW + self.host_rows)
         located = where[slots[:, None, None], positions].astype(np.int32)
         owned = (positions >= 0) & (positions % NUM_DEVICES == DEVICE)
         located[~owned | (slots < 0)[:, None, None]] = -1
@@ -142,10 +142,10 @@ class Driver:
             on_host = step.located[index] >= FIRST_HOST_ROW
             model.resolve(step.rows[index][on_host].tolist(), step.scores[index].tolist())
             for entry in np.argwhere(on_host):
-                place = (index, *entry)
-                row = step.rows[place]
+                key = (index, *entry)
+                row = step.rows[key]
                 if row in model.rows:
-                    row_ids[place] = self.physical(slot, model.rows.index(row))
+                    row_ids[key] = self.physical(slot, model.rows.index(row))
             for row, hot in model.staged.items():
                 position = row * NUM_DEVICES + DEVICE
                 staged.append((self.host_rows[slot, position], self.physical(slot, hot)))

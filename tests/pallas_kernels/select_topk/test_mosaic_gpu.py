@@ -72,8 +72,8 @@ def test_unordered_selection() -> None:
         row[row >= 0].tolist() == sorted(row[row >= 0].tolist()) for row in np.asarray(positions)
     )
     scores, positions = lax.sort((-scores, positions), num_keys=2)
-    best, chosen = reference.select_topk(*arguments)
-    np.testing.assert_array_equal(positions, chosen)
+    best, selected = reference.select_topk(*arguments)
+    np.testing.assert_array_equal(positions, selected)
     np.testing.assert_array_equal(-scores, best)
 
 

@@ -65,9 +65,9 @@ def test_selection(scores: tuple, lasts: tuple[int, int], k: int, first: int) ->
     positions = np.arange(CONTEXT, dtype=np.int32) * 3 + 1
     bounds = np.asarray(lasts, np.int32) * 3 + 1
     found = compiled(k, first * 3 + 1)(np.asarray(scores, np.float32), positions, bounds)
-    for row, last, values, chosen in zip(scores, lasts, *found, strict=True):
+    for row, last, values, selected in zip(scores, lasts, *found, strict=True):
         expected = best(row, first, last, k)
-        assert chosen.tolist() == filled([3 * index + 1 for index in expected], k, NONE)
+        assert selected.tolist() == filled([3 * index + 1 for index in expected], k, NONE)
         assert values.tolist() == filled([row[index] for index in expected], k, -np.inf)
         # Told apart by their bits, equal scores would be ranked apart in a merge.
         assert not np.signbit(values[values == 0]).any()
@@ -82,8 +82,8 @@ def test_merge_equals_the_unsharded_selection(
     merged = compiled_sharded(k, shards)(
         np.asarray(scores, np.float32), np.asarray(lasts, np.int32)
     )
-    for row, last, chosen in zip(scores, lasts, merged, strict=True):
-        assert chosen.tolist() == filled(sorted(best(row, FIRST, last, k)), k, NONE)
+    for row, last, selected in zip(scores, lasts, merged, strict=True):
+        assert selected.tolist() == filled(sorted(best(row, FIRST, last, k)), k, NONE)
 
 
 def test_merge_of_signed_zeros() -> None:

@@ -14,7 +14,7 @@ from pallas_kernels.sparse_attention import merge_attention, sparse_attention
 pytestmark = pytest.mark.compiles
 LATENT, ROPE, HEADS, LAYERS = 32, 8, 4, 3
 PAGES, ROWS_PER_PAGE = 12, 8
-PLACES = PAGES * ROWS_PER_PAGE
+NUM_ROWS = PAGES * ROWS_PER_PAGE
 SCALE = 0.25
 
 
@@ -23,15 +23,15 @@ def compiled(row_format: RowFormat, layer: int | None = None) -> Callable:
     """Returns the op, jitted, with the layer static or, if None, an argument."""
 
     def run(query, slab, traced_layer, row_ids, host=None):
-        chosen = traced_layer if layer is None else layer
-        return sparse_attention(query, slab, host, chosen, row_ids, SCALE, row_format)
+        which = traced_layer if layer is None else layer
+        return sparse_attention(query, slab, host, which, row_ids, SCALE, row_format)
 
     return jax.jit(run)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slab:
-    """Stored rows of all layers, and what they unpack to: [layers, places, values]."""
+    """Stored rows of all layers, and what they unpack to: [layers, rows, values]."""
 
     row_format: RowFormat
     stored: np.ndarray
@@ -45,16 +45,16 @@ class Slab:
         latents, ropes = np.split(values.astype(np.float32), [latent], axis=-1)
         stored = jax.jit(row_format.pack)(latents, ropes)
         unpacked = np.asarray(jax.jit(row_format.unpack)(stored))
-        return cls(row_format, np.asarray(stored), unpacked.reshape(LAYERS, PLACES, -1))
+        return cls(row_format, np.asarray(stored), unpacked.reshape(LAYERS, NUM_ROWS, -1))
 
     def with_garbage(self, layer: int, row_ids: np.ndarray, garbage: float) -> np.ndarray:
         """Returns the stored rows with garbage in all that are not selected of the layer."""
         word = np.float32(garbage)
         fp8 = self.row_format.kind == "fp8"
         stored = np.full_like(self.stored, word.view(np.int32) if fp8 else word)
-        flat = stored.reshape(LAYERS, PLACES, -1)
-        places = np.unique(row_ids[row_ids >= 0])
-        flat[layer, places] = self.stored.reshape(flat.shape)[layer, places]
+        flat = stored.reshape(LAYERS, NUM_ROWS, -1)
+        kept = np.unique(row_ids[row_ids >= 0])
+        flat[layer, kept] = self.stored.reshape(flat.shape)[layer, kept]
         return stored
 
     def attend(
@@ -96,7 +96,7 @@ def queries(num_rows: int, width: int = LATENT + ROPE, heads: int = HEADS) -> np
 def selections(num_rows: int, k: int = 20, missing: float = 0.3) -> np.ndarray:
     """Returns distinct rows in no order, -1 among them, and nothing in the last row."""
     rng = np.random.default_rng(3)
-    ids = np.stack([rng.permutation(PLACES)[:k] for _ in range(num_rows)]).astype(np.int32)
+    ids = np.stack([rng.permutation(NUM_ROWS)[:k] for _ in range(num_rows)]).astype(np.int32)
     ids[rng.random(ids.shape) < missing] = -1
     ids[-1] = -1
     return ids
@@ -139,7 +139,7 @@ def test_unselected_rows_do_not_leak(kind: RowKind, garbage: float) -> None:
     slab, query, ids = Slab.create(kind), queries(6), selections(6)
     ids = np.where(ids == 0, -1, ids)
     stored = slab.with_garbage(1, ids, garbage)
-    spoilt = np.asarray(jax.jit(slab.row_format.unpack)(stored)).reshape(LAYERS, PLACES, -1)
+    spoilt = np.asarray(jax.jit(slab.row_format.unpack)(stored)).reshape(LAYERS, NUM_ROWS, -1)
     assert not np.isfinite(spoilt[1, 0]).all()
     assert not np.isfinite(spoilt[0]).all(axis=-1).any()
     assert bits(slab.attend(query, ids, stored=stored)) == bits(slab.attend(query, ids))
@@ -147,7 +147,7 @@ def test_unselected_rows_do_not_leak(kind: RowKind, garbage: float) -> None:
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_bits_of_a_row(kind: RowKind) -> None:
-    """A result that changes with the batch, the places of the rows or the kind of layer index."""
+    """A result that changes with the batch, the ids of the rows or the kind of layer index."""
     check_bits(Slab.create(kind), queries(6))
 
 
@@ -165,8 +165,8 @@ def check_bits(slab: Slab, query: np.ndarray) -> None:
     static = compiled(slab.row_format, 1)(query, slab.stored, jnp.int32(0), ids)
     assert bits(jax.device_get(static)) == bits(whole), "with the layer known when compiling"
     # Elsewhere on the device, but visited in the same order: residency changes no bit.
-    moved = np.random.default_rng(7).permutation(PLACES).astype(np.int32)
-    stored = slab.stored.reshape(LAYERS, PLACES, -1)
+    moved = np.random.default_rng(7).permutation(NUM_ROWS).astype(np.int32)
+    stored = slab.stored.reshape(LAYERS, NUM_ROWS, -1)
     stored = stored[:, np.argsort(moved)].reshape(slab.stored.shape)
     placed = slab.attend(query, np.where(ids >= 0, moved[ids], -1), stored=stored)
     assert bits(placed) == bits(whole), "with the rows elsewhere"
@@ -178,16 +178,19 @@ def test_bits_of_rows_elsewhere(kind: RowKind, layer: int) -> None:
     """A row in pages of another layer, round the end, or in host memory, that changes a bit."""
     slab, query, ids = Slab.create(kind), queries(6), selections(6)
     whole = slab.attend(query, ids, layer)
-    rows = slab.stored.reshape(LAYERS, PLACES, -1)[layer]
-    rng, num_rows, host_rows = np.random.default_rng(7), LAYERS * PLACES, 2 * PLACES
-    # All else is NaN: unused places of both memories, and the other layers of a host row.
+    rows = slab.stored.reshape(LAYERS, NUM_ROWS, -1)[layer]
+    rng, num_rows, host_rows = np.random.default_rng(7), LAYERS * NUM_ROWS, 2 * NUM_ROWS
+    # All else is NaN: unused rows of both memories, and the other layers of a host row.
     nothing = slab.with_garbage(layer, np.asarray([], np.int32), np.nan)
     for share in (0.0, 0.4, 1.0):
         stored = nothing.reshape(num_rows, -1).copy()
         host = np.resize(stored[0], (host_rows, LAYERS, stored.shape[1]))
-        spilled = rng.random(PLACES) < share
-        on_device, on_host = rng.permutation(num_rows)[:PLACES], rng.permutation(host_rows)[:PLACES]
-        stored[(layer * PLACES + on_device[~spilled]) % num_rows] = rows[~spilled]
+        spilled = rng.random(NUM_ROWS) < share
+        on_device, on_host = (
+            rng.permutation(num_rows)[:NUM_ROWS],
+            rng.permutation(host_rows)[:NUM_ROWS],
+        )
+        stored[(layer * NUM_ROWS + on_device[~spilled]) % num_rows] = rows[~spilled]
         host[on_host[spilled], layer] = rows[spilled]
         moved = np.where(spilled, num_rows + on_host, on_device).astype(np.int32)
         placed = slab.attend(

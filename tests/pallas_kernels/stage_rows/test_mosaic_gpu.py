@@ -35,7 +35,7 @@ def junk_beyond(values: jax.Array, count: int) -> jax.Array:
 
 @cases
 def test_stage_rows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row of another layer or place, one beyond the list, a slot refilled while it is read."""
+    """A row of another layer or index, one beyond the list, a slot refilled while it is read."""
     spec, rng = SPECS[name], np.random.default_rng(0)
     slab, host = (random_bytes(rng, shape) for shape in (spec.slabs.slab, spec.slabs.host))
     kernel = jax.jit(functools.partial(mosaic_gpu.stage_rows, num_blocks=2, interpret=INTERPRET))
@@ -50,15 +50,17 @@ def test_stage_rows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @cases
 def test_stage_pages(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A page of another layer, a place past the end that is not taken round, one not listed."""
+    """A page of another layer, an index past the end that is not taken round, one not listed."""
     spec, rng = SPECS[name], np.random.default_rng(0)
     slab, host = (random_bytes(rng, shape) for shape in (spec.slabs.slab, spec.slabs.host))
     kernel = jax.jit(functools.partial(mosaic_gpu.stage_pages, num_blocks=2, interpret=INTERPRET))
     for layer, count in [(0, 5), (6, 3), (4, 0)]:
-        host_pages, places = page_lists(spec, rng)
+        host_pages, device_pages = page_lists(spec, rng)
         last = spec.slabs.layers * spec.slabs.device_pages - 1
-        places = jnp.where(places == last, places[0], places).at[0].set(last)
-        lists = (junk_beyond(host_pages, count), junk_beyond(places, count), jnp.int32(count))
+        device_pages = (
+            jnp.where(device_pages == last, device_pages[0], device_pages).at[0].set(last)
+        )
+        lists = (junk_beyond(host_pages, count), junk_beyond(device_pages, count), jnp.int32(count))
         found = kernel(slab, host, jnp.int32(layer), *lists)
         assert_same_bits(found, reference.stage_pages(slab, host, jnp.int32(layer), *lists))
     assert RACE not in capsys.readouterr().out

@@ -30,7 +30,7 @@ def junk_beyond(count: int, values: np.ndarray) -> np.ndarray:
 
 @stores
 def test_stage_rows(num_devices: int, kind: RowKind) -> None:
-    """A row of another layer, device or place; one beyond the list; a slab that is copied."""
+    """A row of another layer, device or page; one beyond the list; a slab that is copied."""
 
     def stage(slab, host, first, num_layers, host_rows, device_rows, count) -> tuple:
         lists = (host_rows[0], device_rows[0], count[0])
@@ -70,10 +70,10 @@ def test_stage_rows(num_devices: int, kind: RowKind) -> None:
 
 @stores
 def test_stage_pages(num_devices: int, kind: RowKind) -> None:
-    """A page of another layer or place, above all round the end; one beyond the list."""
+    """A page of another layer or index, above all round the end; one beyond the list."""
 
-    def stage(slab, host, layer, host_pages, places, count) -> tuple:
-        return stage_pages(slab, host, layer, host_pages, places, count), host
+    def stage(slab, host, layer, host_pages, device_pages, count) -> tuple:
+        return stage_pages(slab, host, layer, host_pages, device_pages, count), host
 
     memories, rng = TwoMemories.create(num_devices, kind), np.random.default_rng(1)
     size = 20
@@ -83,12 +83,12 @@ def test_stage_pages(num_devices: int, kind: RowKind) -> None:
     devices, total = memories.devices(), LAYERS * DEVICE_PAGES
     for layer, count in [(1, 0), (0, 7), (1, size), (LAYERS - 1, 12)]:
         host_pages = junk_beyond(count, rng.permutation(HOST_PAGES)[:size])
-        places = rng.permutation(total)[:size]
-        places[:2] = 0, total - 1  # the layer's own first page, and the last that it reaches
+        device_pages = rng.permutation(total)[:size]
+        device_pages[:2] = 0, total - 1  # the layer's own first page, and the last that it reaches
         for device in devices:
             pages = device.slab.reshape(total, *device.slab.shape[2:])
-            for page, place in zip(host_pages[:count], places[:count], strict=True):
-                pages[(layer * DEVICE_PAGES + place) % total] = device.host[page, :, layer]
-        inputs = (host_pages, junk_beyond(count, places), jnp.int32(count))
+            for page, index in zip(host_pages[:count], device_pages[:count], strict=True):
+                pages[(layer * DEVICE_PAGES + index) % total] = device.host[page, :, layer]
+        inputs = (host_pages, junk_beyond(count, device_pages), jnp.int32(count))
         memories = memories.run(compiled, jnp.int32(layer), *inputs)
         memories.check(devices)

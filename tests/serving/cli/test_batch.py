@@ -57,7 +57,7 @@ def test_served_model_names(files: tuple[str, str], monkeypatch: pytest.MonkeyPa
     Path("models/glm/tokenizer.json").touch()
     names = ["models/glm", "glm", "models", "/models/glm"]
     Path(source).write_bytes(
-        b"".join(line(str(place), prompt="x", model=name) for place, name in enumerate(names))
+        b"".join(line(str(index), prompt="x", model=name) for index, name in enumerate(names))
     )
     assert main(["batch", source, target, "--model", "models/glm"]) == 1
     rows = [json.loads(row) for row in Path(target).read_text().splitlines()]

@@ -328,7 +328,7 @@ def finish_without_store(engine: Engine, requests: list[Request]) -> list[Reques
 def test_interruption_in_a_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, has_memory: bool
 ) -> None:
-    """Control-C between a launch and its account: sequences or pages left behind, also where
+    """Control-C between a launch and its bookkeeping: sequences or pages left behind, also where
     another store finds no memory, for which the interruption is not to be mistaken."""
     requests = [request(engine, f"{seed}", tokens(seed, 40)) for seed in range(80, 85)]
     for one in requests:

@@ -107,12 +107,12 @@ def answers_between(
 ) -> list[list[int]]:
     """The same, with `interfere` called between the steps."""
     found: dict[int, list[int]] = {}
-    for place, output in llm.generate_iter(prompts_of(token_ids), greedy(count), stream=True):
-        found[place] = output.outputs[0].token_ids
+    for index, output in llm.generate_iter(prompts_of(token_ids), greedy(count), stream=True):
+        found[index] = output.outputs[0].token_ids
         interfere()
         llm._engine.runner.cache.check_integrity()
     assert_idle(llm)
-    return [found[place] for place in range(len(token_ids))]
+    return [found[index] for index in range(len(token_ids))]
 
 
 def assert_idle(llm: LLM) -> None:
@@ -149,7 +149,7 @@ def bring_in(llm: LLM, prefix: Prefix) -> None:
 
 
 def test_each_layer_keeps_its_own_rows(resident: LLM, spilling: LLM) -> None:
-    """Layers of a group that write over each other; a page, device place or host place that is
+    """Layers of a group that write over each other; a page, device place or host index that is
     taken for another of the three."""
     prompt = tokens(0, 900)
     assert answers(spilling, [prompt], 8) == answers(resident, [prompt], 8)
@@ -205,7 +205,7 @@ def test_imports_while_decoding(resident: LLM, spilling: LLM) -> None:
 
 
 def test_a_full_pool_admits(resident: LLM, spilling: LLM) -> None:
-    """A request refused although all pages, which hold others' rows, could be given up."""
+    """A request refused although all pages, which hold others' rows, could be evicted."""
     cache = spilling._engine.runner.cache
     answers(spilling, [tokens(seed, 600) for seed in range(30, 33)], 1)
     push_out(spilling)
@@ -219,7 +219,7 @@ def test_a_full_pool_admits(resident: LLM, spilling: LLM) -> None:
 def test_a_pool_of_just_one_sequence(device_pages: int, host_pages: int) -> None:
     """A prompt that has filled the pool before: the partly filled page at its end cannot be both
     copied and kept. And steps for as many tokens as the device pages allow, from the middle of a
-    page on: places that run out."""
+    page on: device pages that run out."""
     geometry = kv_geometry(
         golden_config("tiny_f32"),
         row_kind="float32",
@@ -266,7 +266,7 @@ def test_rows_written_while_their_pages_leave(resident: LLM, spilling: LLM) -> N
 
 def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None:
     """A compiled step that goes on reading a row where it lay in the step before."""
-    random, moved = np.random.default_rng(0), {"dropped": 0, "restored": 0, "leases": 0}
+    random, moved = np.random.default_rng(0), {"dropped": 0, "onloaded": 0, "leases": 0}
     residency = spilling._engine.runner.cache.residency
 
     def move_pages() -> None:
@@ -277,7 +277,7 @@ def test_pages_that_move_between_two_steps(resident: LLM, spilling: LLM) -> None
                 : residency.states.num_free_device
             ]:
                 residency.onload(page)
-                moved["restored"] += 1
+                moved["onloaded"] += 1
         if random.random() < 0.2:
             for slot in range(2):
                 moved["leases"] += bool(residency.leased_row_cache(slot))
@@ -355,7 +355,7 @@ def test_deleting_an_engine(model: Path) -> None:
 
 
 def test_requests_one_after_another(resident: LLM, spilling: LLM) -> None:
-    """A page or place leaked by each request, or an eviction that goes wrong now and then: the
+    """A page or index leaked by each request, or an eviction that goes wrong now and then: the
     pool is used up many times over, by prompts that share beginnings of many lengths."""
     random = np.random.default_rng(1)
     families = [tokens(seed, LONGEST) for seed in range(110, 114)]
@@ -413,7 +413,7 @@ def test_prompts_as_long_as_something_else(resident: LLM, spilling: LLM) -> None
     or the longest sequence: a hang, a refusal or an off-by-one."""
     sizes = (24, 32, PAGE, 6 * PAGE)
     lengths = [1, *(size + more for size in sizes for more in (-1, 0, 1)), LONGEST - 4]
-    prompts = [tokens(140 + place, length) for place, length in enumerate(lengths)]
+    prompts = [tokens(140 + index, length) for index, length in enumerate(lengths)]
     assert answers(spilling, prompts, 4) == answers(resident, prompts, 4)
     with pytest.raises(ValueError, match="max_model_len 1024"):
         spilling.generate(prompts_of([tokens(0, LONGEST)]), greedy(1))

@@ -47,8 +47,8 @@ def crowd(engine: Engine) -> list[Any]:
     """More than have slots and pages, two of them with the same prompt."""
     seeds = (1, 2, 2, 3)
     return [
-        request(engine, f"{place}", tokens(seed, 70 + seed), max_tokens=60)
-        for place, seed in enumerate(seeds)
+        request(engine, f"{index}", tokens(seed, 70 + seed), max_tokens=60)
+        for index, seed in enumerate(seeds)
     ]
 
 
@@ -88,11 +88,11 @@ def tear(part: Any, number: int) -> None:
             one = kept[number % len(kept)]
             _ = part.pop(one) if isinstance(part, dict) else part.remove(one)
         case list() | deque() if part:
-            place = number % len(part)
+            index = number % len(part)
             if number % 3:
-                del part[place]
+                del part[index]
             else:
-                part.append(part[place])
+                part.append(part[index])
         case dict() | set() | list() | deque():
             pass
         case _:
@@ -194,8 +194,8 @@ def use(llm: LLM) -> None:
     open_one = llm.generate_iter(prompts[0], SHORT, stream=True)
     next(open_one)
     llm.generate(prompts, SHORT, use_tqdm=False)
-    for place, _ in llm.serve(((prompt, SHORT) for prompt in prompts), stream=True):
-        if place == 2:
+    for index, _ in llm.serve(((prompt, SHORT) for prompt in prompts), stream=True):
+        if index == 2:
             break
     llm.reset_prefix_cache()
     next(open_one)

@@ -47,9 +47,9 @@ def resolve(
         stats["bytes_in_use"] = int(stats["bytes_limit"] * MEMORY_FRACTION) - bytes_free
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     mesh: Any = SimpleNamespace(devices=np.array([device] * 8))
-    chosen = EngineOptions(**dict[str, Any](host_memory_gib=40) | options)
-    check_store_options(chosen)
-    return resolve_geometry(one_page, chosen, free_host_memory(), mesh, config.index_topk)
+    engine_options = EngineOptions(**dict[str, Any](host_memory_gib=40) | options)
+    check_store_options(engine_options)
+    return resolve_geometry(one_page, engine_options, free_host_memory(), mesh, config.index_topk)
 
 
 @pytest.mark.usefixtures("as_a_user")

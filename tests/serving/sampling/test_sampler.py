@@ -163,17 +163,17 @@ def run_alone(request: int, slot: int, num_devices: int = 1) -> list[int]:
 def test_tokens_do_not_depend_on_the_batch() -> None:
     """Tokens that change in a crowd, with the slot, the order or padding."""
     rng = np.random.default_rng(0)
-    place = dict(zip(REQUESTS, rng.permutation(SLOTS).tolist(), strict=True))
+    slot_of = dict(zip(REQUESTS, rng.permutation(SLOTS).tolist(), strict=True))
     run = Run()
     for request, values in REQUESTS.items():
-        run.assign(place[request], values)
+        run.assign(slot_of[request], values)
     crowd: dict[int, list[int]] = {request: [] for request in REQUESTS}
     for step in range(STEPS):
-        logits = {place[request]: logits_at(step, request) for request in REQUESTS}
-        groups = rng.permutation([*place.values(), *[-1] * (CROWD - SLOTS)]).tolist()
+        logits = {slot_of[request]: logits_at(step, request) for request in REQUESTS}
+        groups = rng.permutation([*slot_of.values(), *[-1] * (CROWD - SLOTS)]).tolist()
         tokens = dict(zip(groups, run.step(logits, groups), strict=True))
         for request in REQUESTS:
-            crowd[request].append(tokens[place[request]])
+            crowd[request].append(tokens[slot_of[request]])
     for request in REQUESTS:
         assert run_alone(request, slot=0) == crowd[request]
     assert len({tuple(tokens) for tokens in crowd.values()}) == SLOTS
@@ -298,7 +298,7 @@ def test_step_is_in_place_and_does_not_sort() -> None:
     memory: Any = compiled.memory_analysis()
     donated = jax.tree.leaves((run.state, run.sequences))
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in donated)
-    place = run.state.history.unsafe_buffer_pointer()
+    pointer = run.state.history.unsafe_buffer_pointer()
     run.step({}, [0])
-    assert run.state.history.unsafe_buffer_pointer() == place
+    assert run.state.history.unsafe_buffer_pointer() == pointer
     assert donated[-1].is_deleted()

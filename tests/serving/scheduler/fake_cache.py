@@ -1,4 +1,4 @@
-"""An exact account of pages and cached prefixes, as simple as can be."""
+"""Exact bookkeeping of pages and cached prefixes, as simple as can be."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ class FakeCache(SequenceCache):
 
     def room(self, kept: Sequence[Prefix] = ()) -> int:
         unused = sum(count == 0 for key, count in self.cached.items() if key not in kept)
-        promised = sum(sequence.outstanding for sequence in self.running.values())
-        return self.num_free + unused - promised
+        reserved = sum(sequence.outstanding for sequence in self.running.values())
+        return self.num_free + unused - reserved
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.rows_per_page)
@@ -121,7 +121,7 @@ class FakeCache(SequenceCache):
         held = [prefix for sequence in self.running.values() for prefix in sequence.shared]
         for prefix, count in self.cached.items():
             assert count == held.count(prefix), f"{count} references to {prefix}"
-        assert self.num_free >= 0 and self.room() >= 0, "more pages promised than there are"
+        assert self.num_free >= 0 and self.room() >= 0, "more pages reserved than there are"
 
     def _find(self, token_ids: Sequence[int]) -> list[Prefix]:
         found = []

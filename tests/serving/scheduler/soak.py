@@ -1,4 +1,4 @@
-"""Long random histories over the account of the real cache, with pages moving between two tiers.
+"""Long random histories over the real cache.s bookkeeping, with pages moving between two tiers.
 
 Run by `test_soak.py` in processes of their own, where types are not checked, which takes ten times
 as long as the histories themselves.
@@ -18,7 +18,7 @@ from serving.scheduler import Scheduler
 from tests.helpers.free_lists import use_host_list
 from tests.serving.scheduler.history import History, random_arrival
 from tests.serving.scheduler.mock_engine import MockEngine
-from tests.serving.scheduler.places import PlacesDevice
+from tests.serving.scheduler.two_tiers import TwoTierDevice
 
 AGE_WEIGHT = 0.25
 ROWS_PER_PAGE = 4
@@ -55,7 +55,7 @@ class Sizes:
         )
 
 
-def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
+def start(sizes: Sizes, policy: str) -> tuple[KVCache[TwoTierDevice], int]:
     """A cache, and the most tokens that a sequence may have in it."""
     pages = sizes.device_pages + (sizes.host_pages if policy == "hybrid" else 0)
     geometry = KVGeometry(
@@ -73,7 +73,7 @@ def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
     )
     cache = KVCache(
         geometry,
-        PlacesDevice(geometry),
+        TwoTierDevice(geometry),
         max_step_rows=sizes.max_step_rows,
         with_hidden=sizes.with_hidden,
     )
@@ -82,7 +82,7 @@ def start(sizes: Sizes, policy: str) -> tuple[KVCache[PlacesDevice], int]:
 
 def make_engine(
     sizes: Sizes, policy: str, *, pipelined: bool
-) -> tuple[MockEngine, KVCache[PlacesDevice], int]:
+) -> tuple[MockEngine, KVCache[TwoTierDevice], int]:
     """An empty engine, its cache, and the most tokens that a sequence may have in it."""
     cache, max_tokens = start(sizes, policy)
     scheduler = Scheduler(
@@ -122,7 +122,7 @@ def soak(policy: str, seed: int, num_steps: int) -> dict[str, int]:
         taken += history.num_steps
         seen["preempted"] += history.scheduler.counters.preempted
         seen["dropped"] += cache.residency.pages_dropped
-        seen["restored"] += cache.residency.pages_onloaded
+        seen["onloaded"] += cache.residency.pages_onloaded
         pool = cache.pool
         assert pool.num_free + pool.num_cached_only == cache.geometry.num_pages, "pages leaked"
     return dict(seen)

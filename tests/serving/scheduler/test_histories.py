@@ -59,7 +59,7 @@ def test_any_history_ends_with_the_same_tokens(
         )
         return MockEngine(cache, RowsOfSlots(cache), scheduler, pipelined=pipelined)
 
-    # A row more than fit, as the last token chosen needs none.
+    # A row more than fit, as the last sampled token needs none.
     max_tokens = num_pages * ROWS_PER_PAGE + 1
     run = History(make(), max_tokens=max_tokens, age_weight=AGE_WEIGHT)
     for event in history:

@@ -353,7 +353,7 @@ def test_nothing_is_preempted_for_pages_that_come_free_anyhow() -> None:
 
 
 def test_a_preempted_sequence_comes_back_when_all_its_tokens_are_known() -> None:
-    """Catches one opened again while a token of it is in flight, which would be chosen twice."""
+    """Catches one opened again while a token of it is in flight, which would be sampled twice."""
     run = engine()
     add(run, endless(prompt(8), 9), max_tokens=9)
     launched(run)

@@ -21,7 +21,7 @@ def run(policy: str, seed: int, num_steps: int) -> None:
     seen = json.loads(done.stdout)
     assert seen["preempted"] > num_steps / 1000, seen
     moved = policy != "resident"
-    assert (seen["dropped"] > 0, seen["restored"] > 0) == (moved, moved), seen
+    assert (seen["dropped"] > 0, seen["onloaded"] > 0) == (moved, moved), seen
 
 
 @pytest.mark.parametrize("policy", ["resident", "swap", "hybrid"])

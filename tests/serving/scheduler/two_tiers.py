@@ -1,4 +1,4 @@
-"""A device whose pages hold a number a row, in the places of two tiers."""
+"""A device whose pages hold a number a row, in two tiers."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from kvcache.device.page_moves import MoveList
 _LOST = -1  # what a row holds that is nobody's
 
 
-class PlacesDevice(SimulatedDevice):
-    """Executes what the account of a cache asks for, and reads and writes rows where it says.
+class TwoTierDevice(SimulatedDevice):
+    """Executes what a cache asks for, and reads and writes rows where it says.
 
-    Before each launch, whatever place no page lies on is overwritten, as steps do to some.
+    Before each launch, whatever page is unused is overwritten, as steps do to some.
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
@@ -22,7 +22,7 @@ class PlacesDevice(SimulatedDevice):
         self._rows_per_page = geometry.rows_per_page
         self._device = [self._lost_page() for _ in range(geometry.device_pages)]
         self._host = [self._lost_page() for _ in range(geometry.host_pages)]
-        self._places = [(-1, -1)] * geometry.num_pages
+        self._page_indices = [(-1, -1)] * geometry.num_pages
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._rng = np.random.default_rng(0)
@@ -45,25 +45,25 @@ class PlacesDevice(SimulatedDevice):
             self._device[target] = list(self._device[source])
         for page, device_page_index, host_page_index in moves.maps.tolist():
             if page >= 0:
-                self._places[page] = device_page_index, host_page_index
-        used = {device_page_index for device_page_index, _ in self._places}
-        self._unused = [place for place in range(len(self._device)) if place not in used]
-        for place in set(range(len(self._host))) - {
-            host_page_index for _, host_page_index in self._places
+                self._page_indices[page] = device_page_index, host_page_index
+        used = {device_page_index for device_page_index, _ in self._page_indices}
+        self._unused = [index for index in range(len(self._device)) if index not in used]
+        for index in set(range(len(self._host))) - {
+            host_page_index for _, host_page_index in self._page_indices
         }:
-            self._host[place] = self._lost_page()
+            self._host[index] = self._lost_page()
 
     def decay(self) -> Callable[[], Float32[np.ndarray, " pages"]]:
         self.heat = self._rng.exponential(size=len(self.heat)).astype(np.float32)
         return super().decay()
 
     def begin_launch(self) -> None:
-        for place in self._unused:
-            self._device[place] = self._lost_page()
+        for index in self._unused:
+            self._device[index] = self._lost_page()
 
     def read_row(self, slot: int, position: int) -> int:
         index, row = divmod(position, self._rows_per_page)
-        device_page_index, host_page_index = self._places[self._tables[slot][index]]
+        device_page_index, host_page_index = self._page_indices[self._tables[slot][index]]
         page = (
             self._device[device_page_index]
             if device_page_index >= 0
@@ -73,7 +73,7 @@ class PlacesDevice(SimulatedDevice):
 
     def write_row(self, slot: int, position: int, value: int) -> None:
         index, row = divmod(position, self._rows_per_page)
-        device_page_index, host_page_index = self._places[self._tables[slot][index]]
+        device_page_index, host_page_index = self._page_indices[self._tables[slot][index]]
         assert device_page_index >= 0 and host_page_index < 0, (
             f"row {position} is written off the device"
         )
