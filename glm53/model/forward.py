@@ -19,13 +19,13 @@ from glm53.model.indexer import select_positions
 from glm53.model.layer_plan import LayerIndex, layer_indices, run_layers, run_mlp
 from glm53.model.params import GLMModel
 from glm53.model.rope import rope_angles
-from glm53.model.row_tiles import map_row_tiles
 from glm53.model.step_batch import StepBatch
 from kvcache.device.attend import attend_rows
 from kvcache.device.resolve import ResolvedRows, ScoreSummary, resolve_selection
 from kvcache.device.store import MESH_AXIS, KVStore, append_index_keys, append_rows
 from kvcache.geometry import KVGeometry
 from pallas_kernels.common.pytree import pytree_dataclass
+from pallas_kernels.common.row_tiles import map_row_tiles
 
 
 @pytree_dataclass

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
 from glm53.model.linear import Linear, RowFunction, matmul, take
-from glm53.model.row_tiles import ROW_TILE, map_row_tiles
+from pallas_kernels.common.row_tiles import ROW_TILE, map_row_tiles
 
 
 class GatedMLP(nnx.Module):
