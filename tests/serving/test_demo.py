@@ -33,6 +33,7 @@ def test_plot_that_cannot_be_drawn(
     assert capsys.readouterr() == ("", f"glm53: {message}\n")
 
 
+@pytest.mark.compiles
 @pytest.mark.slow
 def test_answers_and_strips(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path

@@ -113,6 +113,7 @@ def test_transformers_worker_stands_alone() -> None:
     assert imported - sys.stdlib_module_names == {"torch", "transformers"}
 
 
+@pytest.mark.compiles
 @pytest.mark.slow
 def test_worker_runs_what_llm_runs(tmp_path: Path) -> None:
     """Figures of a model that generates other tokens than LLM."""

@@ -38,6 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_context, "_BLOCK", 100)
 
 
+@pytest.mark.compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [decode, prefill])
 def test_few_pages_give_the_same_tokens(llms: dict[str, MeasuredLLM], work) -> None:
