@@ -25,7 +25,7 @@ from kvcache.device.resolve import ResolvedRows, ScoreSummary, resolve_selection
 from kvcache.device.store import MESH_AXIS, KVStore, append_index_keys, append_rows
 from kvcache.geometry import KVGeometry
 from pallas_kernels.common.pytree import pytree_dataclass
-from pallas_kernels.common.row_tiles import map_row_tiles
+from pallas_kernels.common.row_tiles import map_rows
 
 
 @pytree_dataclass
@@ -98,7 +98,7 @@ class Forward:
             batch.flat_tables, page_index[:, None], axis=1, mode="fill", fill_value=-1
         )[:, 0]
         self.targets = (pages, self.positions, self.device)  # of the rows' cache entries
-        self.cos, self.sin = map_row_tiles(
+        self.cos, self.sin = map_rows(
             lambda positions: rope_angles(positions, config.rope_theta, config.qk_rope_head_dim),
             jnp.maximum(self.positions - position_lag, 0),
         )
@@ -148,7 +148,7 @@ class Forward:
             observe,
             single_scan=single_scan,
         )
-        hidden = map_row_tiles(self.model.norm.bind(), state.hidden)
+        hidden = map_rows(self.model.norm.bind(), state.hidden)
         return hidden, state.store, LayerTrace(*traced) if traced else None
 
     def full_layer(self, index: LayerIndex, state: LayerState) -> LayerState:
@@ -200,7 +200,7 @@ class Forward:
             indexed = indexer(rows, query_latent, cos, sin) if indexer is not None else ()
             return query, kv_latent, k_pe, *indexed
 
-        return map_row_tiles(project_tile, hidden, self.cos, self.sin)
+        return map_rows(project_tile, hidden, self.cos, self.sin)
 
     @jax.named_scope("append")
     def append(
@@ -294,7 +294,7 @@ class Forward:
 
         project = self.model.layers.self_attn.output(index.layer)
         return lax.psum(
-            map_row_tiles(project, exchange(attn_output), exchange(lse), axis=1), MESH_AXIS
+            map_rows(project, exchange(attn_output), exchange(lse), axis=1), MESH_AXIS
         )
 
     def mlp(
@@ -309,7 +309,7 @@ class Forward:
     ) -> Float[Array, "tokens hidden"]:
         norm = self.model.layers.post_attention_layernorm.bind(index.layer)
         mlp = self.model.layers.dense_mlp.bind(index.mlp_layer)
-        return lax.psum(map_row_tiles(lambda rows: mlp(norm(rows)), hidden), MESH_AXIS)
+        return lax.psum(map_rows(lambda rows: mlp(norm(rows)), hidden), MESH_AXIS)
 
     @jax.named_scope("experts")
     def _experts(
@@ -323,7 +323,7 @@ class Forward:
             rows = norm(hidden)
             return rows, *route(rows), shared(rows)
 
-        rows, experts, weights, shared_output = map_row_tiles(route_tile, hidden)
+        rows, experts, weights, shared_output = map_rows(route_tile, hidden)
         experts = jnp.where(self.positions[:, None] >= 0, experts, moe.num_experts)
         routed_output = moe.run_experts(index.mlp_layer, rows, experts, weights)
         return lax.psum(routed_output + shared_output, MESH_AXIS)
@@ -332,5 +332,5 @@ class Forward:
 def head_logits(model: GLMModel, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
     """Logits of normalised hidden states, in float32, on every device; inside `shard_map`."""
     head = model.lm_head.bind()
-    local = map_row_tiles(lambda rows: head(rows).astype(jnp.float32), hidden)
+    local = map_rows(lambda rows: head(rows).astype(jnp.float32), hidden)
     return lax.all_gather(local, MESH_AXIS, axis=1, tiled=True)

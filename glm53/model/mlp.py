@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
 from glm53.model.linear import Linear, RowFunction, matmul, take
-from pallas_kernels.common.row_tiles import ROW_TILE, map_row_tiles
+from pallas_kernels.common.row_tiles import ROW_TILE, map_rows
 
 
 class GatedMLP(nnx.Module):
@@ -137,7 +137,7 @@ class MixtureOfExperts(nnx.Module):
                 total += weights[:, rank, None] * picked[:, rank].astype(jnp.float32)
             return total.astype(picked.dtype)
 
-        return map_row_tiles(combine, picked, weights)
+        return map_rows(combine, picked, weights)
 
 
 class ExpertDispatch:

@@ -17,7 +17,7 @@ from glm53.model.params import GLMModel
 from glm53.model.step_batch import StepBatch
 from kvcache.device.store import KVStore
 from kvcache.geometry import KVGeometry
-from pallas_kernels.common.row_tiles import map_row_tiles
+from pallas_kernels.common.row_tiles import map_rows
 
 
 class MTPLayer:
@@ -56,10 +56,10 @@ class MTPLayer:
         def combine(embedded: Array, hidden: Array) -> Array:
             return eh_proj(jnp.concatenate([enorm(embedded), hnorm(hidden)], axis=-1))
 
-        inputs = map_row_tiles(combine, self.forward.embed(token_ids), hidden)
+        inputs = map_rows(combine, self.forward.embed(token_ids), hidden)
         if shared is None:
             state = LayerState(inputs, store, self.forward.no_selection())
             state = self.forward.full_layer(self.index, state)
         else:
             state = self.forward.shared_layer(self.index, LayerState(inputs, store, shared))
-        return map_row_tiles(norm, state.hidden), state.store, state.selection
+        return map_rows(norm, state.hidden), state.store, state.selection

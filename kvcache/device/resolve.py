@@ -9,14 +9,13 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvcache.device.host_tier import HostTier
 from kvcache.device.store import KVStore, translate_positions
 from kvcache.geometry import KVGeometry
 from kvcache.reads import Reads
-from pallas_kernels.common.implementation import run_if
+from pallas_kernels.common.implementation import map_each, run_if
 from pallas_kernels.common.pytree import pytree_dataclass
 from pallas_kernels.common.types import Scalar, Slab
 from pallas_kernels.resolve_rows import RowCache, SelectedRows, resolve_rows
@@ -147,7 +146,7 @@ def summarize_scores(
     def summarize(sequence: tuple[Array, Array, Array]) -> Array:
         return _row_cache_scores(host, index_group, *sequence)
 
-    return lax.map(summarize, (slots, positions, scores))
+    return map_each(summarize, (slots, positions, scores))
 
 
 def _row_cache_scores(

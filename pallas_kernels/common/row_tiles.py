@@ -1,8 +1,9 @@
-"""Arithmetic on token rows in tiles of a fixed size.
+"""Arithmetic on token rows whose bits do not depend on the number of rows.
 
-XLA rounds a matrix product differently for different numbers of rows. Every product over token rows
-therefore runs on tiles of `ROW_TILE` rows, so that a row's bits do not depend on its neighbours:
-not on the batch, nor on how a prompt is cut into chunks, nor on padding.
+XLA rounds a matrix product differently for different numbers of rows. Every product of XLA's over
+token rows therefore runs on tiles of `ROW_TILE` rows, so that a row's bits do not depend on its
+neighbours: not on the batch, nor on how a prompt is cut into chunks, nor on padding. Kernels have
+fixed tiles of their own.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from pallas_kernels.common.implementation import default_implementation
+
 ROW_TILE = 8
 """Rows of a tile."""
+
+
+def map_rows[Outputs](
+    fn: Callable[..., Outputs], *rows: Shaped[Array, "..."], axis: int = 0
+) -> Outputs:
+    """Applies `fn`, made of operations on rows, to all rows at once where kernels run, and by
+    `map_row_tiles` where references do."""
+    if default_implementation() != "reference":
+        return fn(*rows)
+    return map_row_tiles(fn, *rows, axis=axis)
 
 
 def map_row_tiles[Outputs](
