@@ -1,6 +1,7 @@
 """Selected rows gathered by id, and turned into operands of the tensor cores."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from pallas_kernels.common.row_format import SCALE_GROUP
 from pallas_kernels.common.types import Ref, Scalar
 from pallas_kernels.sparse_attention.block import Memory, Shared, Work
 from pallas_kernels.sparse_attention.column_order import LATENT, ROPE
-from pallas_kernels.sparse_attention.plan import SLOTS, TILE, VALUES, Plan
+from pallas_kernels.sparse_attention.plan import SLOTS, TILE, Plan
 
 _WARPS = 4
 _BYTES = 4  # of a word
@@ -67,8 +68,7 @@ class Gatherer:
             self._copy(slot, number, self.memory.row_ids[work.row, index])
 
         if self.plan.interpreted:
-            for number in range(TILE):
-                fetch(number)
+            pl.loop(0, TILE)(fetch)
         else:
             # A warp issues its copies by itself: a warpgroup would meet at a barrier before each.
             @plgpu.warp_map
@@ -136,7 +136,7 @@ def _load(stored: Ref) -> jax.Array:
     return plgpu.load(stored, layout=_row_layout(), optimized=False)
 
 
-def _row_layout() -> plgpu.Layout:
+def _row_layout() -> Any:
     """Elements of rows: eight lanes of four elements along a row, so that no two meet in a bank of
     stored rows nor of operands."""
     return plgpu.Layout.TILED(
@@ -147,7 +147,7 @@ def _row_layout() -> plgpu.Layout:
     )
 
 
-def _scale_layout() -> plgpu.Layout:
+def _scale_layout() -> Any:
     """Scales of rows: each lane that has a part of a row has all of its scales."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((TILE, _GROUPS), (8, _GROUPS), (4, _GROUPS))),

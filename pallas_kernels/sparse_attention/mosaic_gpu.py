@@ -134,7 +134,7 @@ def _score(plan: Plan, memory: Memory, shared: Shared, work: Work) -> None:
             plgpu.wgmma(products, shared.query, shared.keys.at[slot].transpose((1, 0)))
             return products[...]
 
-        scores = pl.run_scoped(multiply, plgpu.ACC((HEADS, TILE), jnp.float32)) * plan.factor
+        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((HEADS, TILE), jnp.float32)) * plan.factor
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
         scores = jnp.where(column < work.count - tile * TILE, scores, -jnp.inf)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))
@@ -219,7 +219,7 @@ def _add_up(plan: Plan, memory: Memory, shared: Shared, half: Scalar, work: Work
                 plgpu.wgmma(products, shared.weights.at[slot], shared.keys.at[slot, :, part])
                 return products[...]
 
-            accumulator = plgpu.ACC(shape, jnp.float32)
+            accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
             products = [
                 pl.run_scoped(functools.partial(multiply, part), accumulator) for part in parts
             ]
@@ -240,4 +240,4 @@ def _add_up(plan: Plan, memory: Memory, shared: Shared, half: Scalar, work: Work
         each_tile(add, None)
         give_back([each[...] for each in sums])
 
-    pl.run_scoped(accumulate, *[plgpu.ACC(shape, jnp.float32)] * 2)
+    pl.run_scoped(accumulate, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * 2)

@@ -18,7 +18,8 @@ def pack(
     mean: Float[Array, "*shape latent"], lse: Float[Array, "*shape"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "*shape packed"]:
     """The mean, rounded to `dtype`, and the log-sum-exp, which is not."""
-    bits = lax.bitcast_convert_type(lse, dtype).reshape(*lse.shape, -1)
+    bits = lax.bitcast_convert_type(lse, dtype)
+    bits = bits.reshape(*lse.shape, lse.dtype.itemsize // jnp.dtype(dtype).itemsize)
     padding = jnp.zeros((*lse.shape, tail_width(dtype) - bits.shape[-1]), dtype)
     return jnp.concatenate([mean.astype(dtype), bits, padding], axis=-1)
 

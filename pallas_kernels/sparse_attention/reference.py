@@ -28,7 +28,7 @@ def sparse_attention(
     row_format: RowFormat,
 ) -> Float[Array, "parts rows part_heads packed"]:
     """The reference of `operation.sparse_attention`, values in their plain order."""
-    parts, num_rows, part_heads, _ = query.shape
+    parts, num_rows, part_heads, num_values = query.shape
     rows_per_layer = slab.shape[1] * slab.shape[2]
     rows = slab.reshape(-1, slab.shape[3])
     row_ids = jnp.where(jnp.arange(row_ids.shape[1]) < count[:, None], row_ids, -1)
@@ -57,10 +57,10 @@ def sparse_attention(
         nonzero = jnp.where(total > 0, total, 1.0)
         return output / nonzero[:, None], jnp.where(total > 0, highest + jnp.log(nonzero), -jnp.inf)
 
-    by_row = query.swapaxes(0, 1).reshape(num_rows, parts * part_heads, -1)
+    by_row = query.swapaxes(0, 1).reshape(num_rows, parts * part_heads, num_values)
     mean, lse = lax.map(attend, (by_row.astype(jnp.float32), row_ids))
     packed = pack(mean, lse, query.dtype)
-    return packed.reshape(num_rows, parts, part_heads, -1).swapaxes(0, 1)
+    return packed.reshape(num_rows, parts, part_heads, packed.shape[-1]).swapaxes(0, 1)
 
 
 def _wrap(index: jax.Array, size: int) -> jax.Array:

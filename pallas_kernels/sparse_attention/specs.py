@@ -1,4 +1,4 @@
-"""Shapes of attention: GLM-5.3's on one of eight devices, and small odd ones for the interpreter."""
+"""Shapes of attention: GLM-5.3's on one H200 of eight, and small odd ones for the interpreter."""
 
 import dataclasses
 
@@ -52,11 +52,11 @@ def _glm(kind: str, rows: int) -> AttentionSpec:
     return AttentionSpec(slabs=glm_slab(GLM_ROWS[kind]), parts=8, rows=rows, part_heads=8, k=2048)
 
 
-def _odd(kind: str, **sizes: int) -> AttentionSpec:
+def _odd(kind: str, *, parts: int, part_heads: int, rows: int = 3) -> AttentionSpec:
     slabs = SlabSpec(
         row_format=GLM_ROWS[kind], layers=3, rows_per_page=5, device_pages=7, host_pages=4
     )
-    return AttentionSpec(slabs=slabs, **{"rows": 3, "k": 99} | sizes)
+    return AttentionSpec(slabs=slabs, parts=parts, rows=rows, part_heads=part_heads, k=99)
 
 
 SPECS = {
