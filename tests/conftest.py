@@ -4,6 +4,8 @@ from pathlib import Path
 # Read when jax is imported. Four devices let one CPU stand in for a mesh.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+# Threads: kernels in the interpreter hang where more warpgroups wait than there are.
+os.environ["NPROC"] = "8"
 # Compiling takes most of the time: this saves a third of it, and costs short runs little.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_extra_options=xla_cpu_optimize_for_size,xla_cpu_disable_loop_unrolling"

@@ -17,7 +17,8 @@ from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
 from glm53.model.linear import Linear, RMSNorm
 from glm53.model.rope import apply_rope
-from pallas_kernels.sparse_attention import merge_attention
+from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.sparse_attention import merge_attention, prepare_query
 
 
 class Projected(NamedTuple):
@@ -25,7 +26,8 @@ class Projected(NamedTuple):
 
     Attributes:
         query_latent: [tokens, q_lora_rank], normalised; the indexer reads it too.
-        query: [tokens, heads, kv_lora_rank + rope], absorbed queries of the local heads.
+        query: [tokens, heads, kv_lora_rank + rope], absorbed queries of the local heads, as
+            `prepare_query` gives them.
         kv_latent: [tokens, kv_lora_rank], normalised.
         k_pe: [tokens, rope], the rotated key.
     """
@@ -69,8 +71,15 @@ class Attention(nnx.Module):
         both = self.kv_b_proj.matrix(layer).reshape(-1, nope + value, self.config.kv_lora_rank)
         return both[:, :nope], both[:, nope:]
 
-    def projector(self, layer: Index) -> Callable[[Array, Array, Array], Projected]:
-        """A function from normalised rows [tokens, hidden], cosines and sines to `Projected`."""
+    def projector(
+        self, layer: Index, row_format: RowFormat
+    ) -> Callable[[Array, Array, Array], Projected]:
+        """A function from normalised rows [tokens, hidden], cosines and sines to `Projected`.
+
+        Args:
+            layer: the layer.
+            row_format: format of the rows that queries will meet.
+        """
         config = self.config
         q_a, q_norm, q_b = (
             part.bind(layer) for part in (self.q_a_proj, self.q_a_layernorm, self.q_b_proj)
@@ -86,23 +95,27 @@ class Attention(nnx.Module):
             kv_latent, k_pe = jnp.split(kv_a(rows), [config.kv_lora_rank], axis=-1)
             return Projected(
                 query_latent,
-                jnp.concatenate([q_latent, q_pe], axis=-1),
+                prepare_query(q_latent, q_pe, row_format),
                 kv_norm(kv_latent),
                 apply_rope(k_pe, cos, sin),
             )
 
         return project
 
-    def output(self, layer: Index) -> Callable[[Array, Array], Array]:
-        """A function from attention to each device's rows [devices, tokens, heads, kv_lora_rank]
-        and its log-sum-exps [devices, tokens, heads] to this device's part of the output
-        [tokens, hidden]."""
+    def output(self, layer: Index, row_format: RowFormat) -> Callable[[Array], Array]:
+        """A function from attention to each device's rows [devices, tokens, heads, width] to this
+        device's part of the output [tokens, hidden].
+
+        Args:
+            layer: the layer.
+            row_format: format of the rows.
+        """
         o_proj = self.o_proj.bind(layer)
         _, w_uv = self._up_projections(layer)
         dtype = self.config.compute_dtype
 
-        def project(attn_output: Array, lse: Array) -> Array:
-            latent = merge_attention(attn_output, lse).astype(dtype)
+        def project(attended: Array) -> Array:
+            latent = merge_attention(attended, row_format).astype(dtype)
             values = _per_head(latent, w_uv, contract=2)
             return o_proj(values.reshape(values.shape[0], -1))
 

@@ -164,8 +164,8 @@ class Forward:
         store = self.append_index_key(index, store, index_key)
         positions, summary = self.select(index, store, index_query, head_weights)
         store, selection = self.resolve(index, store, positions, summary)
-        store, attn_output, lse = self.attend(index, store, query, selection)
-        hidden = hidden + self.output(index, attn_output, lse)
+        store, attended = self.attend(index, store, query, selection)
+        hidden = hidden + self.output(index, attended)
         return LayerState(hidden + self.mlp(index, hidden), store, selection)
 
     def shared_layer(self, index: LayerIndex, state: LayerState) -> LayerState:
@@ -176,8 +176,8 @@ class Forward:
         hidden, store, selection = state
         query, kv_latent, k_pe = self.project(index, hidden)
         store = self.append(index, store, kv_latent, k_pe)
-        store, attn_output, lse = self.attend(index, store, query, selection)
-        hidden = hidden + self.output(index, attn_output, lse)
+        store, attended = self.attend(index, store, query, selection)
+        hidden = hidden + self.output(index, attended)
         return LayerState(hidden + self.mlp(index, hidden), store, selection)
 
     @jax.named_scope("project")
@@ -190,7 +190,8 @@ class Forward:
         """Queries of local heads [tokens, heads, values], the KV latent [tokens, kv_lora_rank] and
         the rotated key [tokens, rope]; then what `Indexer.projector` gives, if there is one."""
         norm = self.model.layers.input_layernorm.bind(index.layer)
-        project = self.model.layers.self_attn.projector(index.layer)
+        attention = self.model.layers.self_attn
+        project = attention.projector(index.layer, self.geometry.row_format)
 
         def project_tile(hidden: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
             rows = norm(hidden)
@@ -270,32 +271,21 @@ class Forward:
         store: KVStore,
         query: Float[Array, "tokens local_heads values"],
         selection: Selection,
-    ) -> tuple[KVStore, Float[Array, "tokens heads latent"], Float[Array, "tokens heads"]]:
-        """Attention of all heads to this device's selected rows, with its log-sum-exp."""
-        query = lax.all_gather(query, MESH_AXIS, axis=1, tiled=True)
+    ) -> tuple[KVStore, Float[Array, "devices tokens local_heads width"]]:
+        """Attention of all heads to this device's selected rows, by the device of the heads."""
+        query = lax.all_gather(query, MESH_AXIS)
         scale = self.config.qk_head_dim**-0.5
         return attend_rows(store, self.geometry, index.layer, query, selection.rows, scale)
 
     @jax.named_scope("output")
     def output(
-        self,
-        index: LayerIndex,
-        attn_output: Float[Array, "tokens heads latent"],
-        lse: Float[Array, "tokens heads"],
+        self, index: LayerIndex, attended: Float[Array, "devices tokens local_heads width"]
     ) -> Float[Array, "tokens hidden"]:
         """Local heads' attention, merged over the devices that own the rows, and projected."""
-
-        def exchange(array: Array) -> Array:
-            """[tokens, heads, ...] to [devices, tokens, local heads, ...]."""
-            by_device = array.reshape(
-                array.shape[0], self.geometry.num_devices, -1, *array.shape[2:]
-            )
-            return lax.all_to_all(by_device, MESH_AXIS, split_axis=1, concat_axis=0)
-
-        project = self.model.layers.self_attn.output(index.layer)
-        return lax.psum(
-            map_rows(project, exchange(attn_output), exchange(lse), axis=1), MESH_AXIS
-        )
+        attended = lax.all_to_all(attended, MESH_AXIS, split_axis=0, concat_axis=0)
+        attention = self.model.layers.self_attn
+        project = attention.output(index.layer, self.geometry.row_format)
+        return lax.psum(map_rows(project, attended, axis=1), MESH_AXIS)
 
     def mlp(
         self, index: LayerIndex, hidden: Float[Array, "tokens hidden"]

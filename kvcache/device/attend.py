@@ -15,17 +15,17 @@ def attend_rows(
     store: KVStore,
     geometry: KVGeometry,
     layer: int | Int[Array, ""],
-    query: Float[Array, "tokens heads values"],
+    query: Float[Array, "devices tokens heads values"],
     rows: ResolvedRows,
     scale: float,
-) -> tuple[KVStore, Float[Array, "tokens heads latent"], Float[Array, "tokens heads"]]:
+) -> tuple[KVStore, Float[Array, "devices tokens heads width"]]:
     """Attends to this device's rows of one layer; inside `shard_map`.
 
     Args:
         store: the store.
         geometry: its sizes.
         layer: the layer.
-        query: absorbed queries: latent part, then rotated part.
+        query: absorbed queries as `prepare_query` gives them, of each device's heads.
         rows: the rows of each token, as the layer's index group has resolved them.
         scale: factor of the scores.
 
@@ -41,7 +41,14 @@ def attend_rows(
             store.slab, host_slab, layer, staged.host_page, staged.target, staged.count
         )
         store = dataclasses.replace(store, slab=slab)
-    attn_output, lse = sparse_attention(
-        query, store.slab, host_slab, layer, rows.row_ids, scale, geometry.row_format
+    attended = sparse_attention(
+        query,
+        store.slab,
+        host_slab,
+        layer,
+        rows.row_ids,
+        rows.count,
+        scale,
+        geometry.row_format,
     )
-    return store, attn_output, lse
+    return store, attended

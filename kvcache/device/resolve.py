@@ -58,18 +58,38 @@ class ResolvedRows:
     """Selected rows of an index group, where the store has them.
 
     Attributes:
-        row_ids: int32 [tokens, k], ids as `sparse_attention` takes them; -1 for none and for other
-            devices' positions.
+        row_ids: int32 [tokens, k], ids as `sparse_attention` takes them: this device's, in the
+            order of their positions, then -1.
+        count: int32 [tokens], how many are not -1.
         staged: what each layer of the group stages before it attends; None without a host tier.
     """
 
     row_ids: Int[Array, "tokens k"]
+    count: Int[Array, " tokens"]
     staged: StagedPages | None
 
     @classmethod
     def of_nothing(cls, row_ids: Int[Array, "tokens k"], geometry: KVGeometry) -> "ResolvedRows":
         """No rows: ids that are all -1."""
-        return cls(row_ids, StagedPages.none(geometry) if geometry.reads_host else None)
+        none = jnp.zeros(row_ids.shape[:1], jnp.int32)
+        return cls(row_ids, none, StagedPages.none(geometry) if geometry.reads_host else None)
+
+    @classmethod
+    def compacted(
+        cls, row_ids: Int[Array, "sequences rows k"], staged: StagedPages | None
+    ) -> "ResolvedRows":
+        """The ids of each token's rows, without the -1 among them."""
+        row_ids = row_ids.reshape(-1, row_ids.shape[-1])
+        found = row_ids >= 0
+
+        def compact(row_ids: Array) -> Array:
+            index = jnp.where(found, jnp.cumsum(found, axis=1) - 1, row_ids.shape[1])
+            token = jnp.arange(row_ids.shape[0])[:, None]
+            return jnp.full_like(row_ids, -1).at[token, index].set(row_ids, mode="drop")
+
+        scattered = jnp.any(found[:, 1:] & ~found[:, :-1])
+        row_ids = run_if(scattered, compact, row_ids)
+        return cls(row_ids, jnp.sum(found, axis=1, dtype=jnp.int32), staged)
 
 
 def resolve_selection(
@@ -108,7 +128,7 @@ def resolve_selection(
     )
     host = store.host
     if host is None:
-        return store, ResolvedRows(_by_token(row_ids), None)
+        return store, ResolvedRows.compacted(row_ids, None)
     num_layers = jnp.asarray(geometry.group_layers, jnp.int32)[index_group]
     on_host = row_ids >= geometry.slab_rows
     resident = jnp.sum((row_ids >= 0) & ~on_host, axis=(1, 2))
@@ -120,7 +140,7 @@ def resolve_selection(
     else:
         row_ids, staged, reads = _plan_staging(store, host, geometry, num_layers, row_ids, pages)
     host = host.count(slots, pages, dataclasses.replace(reads, resident=resident))
-    return dataclasses.replace(store, host=host), ResolvedRows(_by_token(row_ids), staged)
+    return dataclasses.replace(store, host=host), ResolvedRows.compacted(row_ids, staged)
 
 
 def summarize_scores(
@@ -167,10 +187,6 @@ def _row_cache_scores(
         return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
 
     return run_if(leased, gather, jnp.full(held.shape, -jnp.inf, scores.dtype))
-
-
-def _by_token(row_ids: Int[Array, "sequences rows k"]) -> Int[Array, "tokens k"]:
-    return row_ids.reshape(-1, row_ids.shape[-1])
 
 
 class IndexGroup(NamedTuple):

@@ -1,5 +1,9 @@
 """MLA attention of query rows over the physical rows selected for each."""
 
-from pallas_kernels.sparse_attention.reference import merge_attention, sparse_attention
+from pallas_kernels.sparse_attention.operation import (
+    merge_attention,
+    prepare_query,
+    sparse_attention,
+)
 
-__all__ = ["merge_attention", "sparse_attention"]
+__all__ = ["merge_attention", "prepare_query", "sparse_attention"]

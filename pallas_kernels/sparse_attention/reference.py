@@ -7,48 +7,38 @@ Milakov and Gimelshein (arXiv:1805.02867).
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.implementation import run_if
 from pallas_kernels.common.row_format import RowFormat
+from pallas_kernels.common.types import HostSlab, Scalar, Slab
 from pallas_kernels.fetch_rows import fetch_rows
+from pallas_kernels.sparse_attention.packed import pack
 
 
 def sparse_attention(
-    query: Float[Array, "rows heads values"],
-    slab: Shaped[Array, "layers pages rows_per_page width"],
-    host: Shaped[Array, "host_pages rows_per_page layers width"] | None,
-    layer: int | Int[Array, ""],
+    query: Float[Array, "parts rows part_heads values"],
+    slab: Slab,
+    host: HostSlab | None,
+    layer: Scalar,
     row_ids: Int[Array, "rows k"],
+    count: Int[Array, " rows"],
+    *,
     scale: float,
     row_format: RowFormat,
-) -> tuple[Float[Array, "rows heads latent"], Float[Array, "rows heads"]]:
-    """Attends to the rows of one layer that `row_ids` names, in the order given.
-
-    Args:
-        query: absorbed queries: latent part, then rotated part.
-        slab: stored rows on the device.
-        host: stored rows in host memory, if there are any.
-        layer: which layer's rows.
-        row_ids: rows counted from the layer's first, over its pages and on into the layers after
-            it, round the end; from the number of the slab's rows on, rows of `host`. -1 selects
-            nothing.
-        scale: factor of the scores.
-        row_format: format of a stored row.
-
-    Returns:
-        The weighted mean of the latents and the log-sum-exp of the scores, both float32. An empty
-        selection gives 0 and -inf.
-    """
+) -> Float[Array, "parts rows part_heads packed"]:
+    """The reference of `operation.sparse_attention`, values in their plain order."""
+    parts, num_rows, part_heads, num_values = query.shape
     rows_per_layer = slab.shape[1] * slab.shape[2]
     rows = slab.reshape(-1, slab.shape[3])
+    row_ids = jnp.where(jnp.arange(row_ids.shape[1]) < count[:, None], row_ids, -1)
 
     def read(ids: jax.Array) -> jax.Array:
         if host is None:
-            return rows[layer * rows_per_layer + jnp.maximum(ids, 0)]
+            return rows[_wrap(layer * rows_per_layer + jnp.maximum(ids, 0), rows.shape[0])]
         on_host = ids >= rows.shape[0]
         index = layer * rows_per_layer + jnp.where(on_host, 0, jnp.maximum(ids, 0))
-        stored = rows[jnp.where(index < rows.shape[0], index, index - rows.shape[0])]
+        stored = rows[_wrap(index, rows.shape[0])]
         return _fetch(stored, host, layer, jnp.where(on_host, ids - rows.shape[0], -1))
 
     def attend(row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -67,12 +57,18 @@ def sparse_attention(
         nonzero = jnp.where(total > 0, total, 1.0)
         return output / nonzero[:, None], jnp.where(total > 0, highest + jnp.log(nonzero), -jnp.inf)
 
-    return lax.map(attend, (query.astype(jnp.float32), row_ids))
+    by_row = query.swapaxes(0, 1).reshape(num_rows, parts * part_heads, num_values)
+    mean, lse = lax.map(attend, (by_row.astype(jnp.float32), row_ids))
+    packed = pack(mean, lse, query.dtype)
+    return packed.reshape(num_rows, parts, part_heads, packed.shape[-1]).swapaxes(0, 1)
 
 
-def _fetch(
-    stored: jax.Array, host: jax.Array, layer: int | jax.Array, host_rows: jax.Array
-) -> jax.Array:
+def _wrap(index: jax.Array, size: int) -> jax.Array:
+    """Indices below twice the size, round the end."""
+    return jnp.where(index < size, index, index - size)
+
+
+def _fetch(stored: jax.Array, host: jax.Array, layer: Scalar, host_rows: jax.Array) -> jax.Array:
     """Rows [k, width], those of them from host memory whose host row [k] is not -1."""
     on_host = host_rows >= 0
 
@@ -91,10 +87,7 @@ def _fetch(
 def merge_attention(
     outputs: Float[Array, "shards rows heads latent"], lse: Float[Array, "shards rows heads"]
 ) -> Float[Array, "rows heads latent"]:
-    """Combines attention over disjoint shards of a selection, in the order of the shards.
-
-    Shards with log-sum-exp -inf count for nothing; if all have it, the result is 0.
-    """
+    """The reference of `operation.merge_attention`, of what was packed."""
     outputs = jnp.where((lse == -jnp.inf)[..., None], 0.0, outputs)
     highest = jnp.max(lse, axis=0)
     weights = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0.0))

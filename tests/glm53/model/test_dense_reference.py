@@ -13,6 +13,7 @@ from kvcache.device.resolve import MAX_ROWS_WITH_ROW_CACHE
 from kvcache.tiers.page_states import PageState
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.sparse_attention.packed import unpack
 from tests.glm53.model.test_golden import LOGITS_ATOL
 from tests.helpers.cached_session import CachedSession
 from tests.helpers.golden import golden_arrays, golden_config, golden_params
@@ -100,7 +101,7 @@ def test_attention_over_both_tiers(kind: RowKind) -> None:
     row_format = RowFormat(kind, LATENT, ROPE, 1e-4)
     slab, device_values = random_rows(kind, (LAYERS, DEVICE_PAGES, ROWS))
     host, host_values = random_rows(kind, (HOST_PAGES, ROWS, LAYERS))
-    query = np.random.default_rng(2).normal(size=(1, HEADS, LATENT + ROPE)).astype(np.float32)
+    query = np.random.default_rng(2).normal(size=(1, 1, HEADS, LATENT + ROPE)).astype(np.float32)
     device_rows, scale = DEVICE_PAGES * ROWS, 0.05
     layer = 1
     values = np.concatenate(
@@ -114,9 +115,11 @@ def test_attention_over_both_tiers(kind: RowKind) -> None:
     assert 5 < on_host.sum() < 15
     ids = np.where(on_host, selected - device_rows + LAYERS * device_rows, selected)
     ids = np.append(ids, -1).astype(np.int32)[None]
-    attend = jax.jit(sparse_attention, static_argnums=(3, 5, 6))
-    output, lse = attend(query, jnp.asarray(slab), jnp.asarray(host), layer, ids, scale, row_format)
-    scores = query[0].astype(np.float64) @ values[selected].T * scale
+    count = np.asarray([len(selected)], np.int32)
+    attend = jax.jit(sparse_attention, static_argnums=(3, 6, 7))
+    slabs = jnp.asarray(slab), jnp.asarray(host)
+    output, lse = unpack(attend(query, *slabs, layer, ids, count, scale, row_format)[0])
+    scores = query[0, 0].astype(np.float64) @ values[selected].T * scale
     total = np.exp(scores).sum(axis=1)
     mixed = np.exp(scores) @ values[selected, :LATENT] / total[:, None]
     np.testing.assert_allclose(output[0], mixed, rtol=0, atol=1e-5)

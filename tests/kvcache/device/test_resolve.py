@@ -73,6 +73,7 @@ def compiled(num_devices: int) -> Callable:
             device,
         )
         row_ids, staged = resolved.row_ids.reshape(positions.shape), resolved.staged
+        count = resolved.count.reshape(positions.shape[:2])
         assert staged is not None
 
         def attend(store: KVStore, layer: jax.Array) -> tuple[KVStore, jax.Array]:
@@ -90,17 +91,17 @@ def compiled(num_devices: int) -> Callable:
             return store, jnp.where(in_host[..., None], spilled, resident)
 
         store, read = jax.lax.scan(attend, store, layers)
-        return in_host(store), row_ids[None], read[None]
+        return in_host(store), row_ids[None], count[None], read[None]
 
     specs, everywhere, by_device = KVStore.specs(sizes), PartitionSpec(), PartitionSpec(MESH_AXIS)
     mapped = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(specs, *[everywhere] * 6),
-        out_specs=(specs, by_device, by_device),
+        out_specs=(specs, by_device, by_device, by_device),
         check_vma=False,
     )
-    shardings = (KVStore.shardings(sizes, mesh), None, None)
+    shardings = (KVStore.shardings(sizes, mesh), None, None, None)
     return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)
 
 
@@ -209,7 +210,7 @@ class Driver:
         positions[np.asarray(slots) < 0] = -1
         tables = self.tables[np.maximum(slots, 0)]
         scores = self.rng.integers(-2, 3, (SEQUENCES, NUM_ENTRIES)).astype(np.float32)
-        self.store, row_ids, read = compiled(sizes.num_devices)(
+        self.store, row_ids, count, read = compiled(sizes.num_devices)(
             self.store,
             jnp.int32(group),
             # As many for every group, so that all run the same code.
@@ -219,13 +220,18 @@ class Driver:
             jnp.asarray(positions),
             jnp.asarray(scores),
         )
-        row_ids, read = np.asarray(row_ids), np.asarray(read)
+        row_ids, count, read = (np.array(each) for each in (row_ids, count, read))
         page_index = np.minimum(positions // sizes.rows_per_page, MAX_PAGES - 1)
         pages = tables[np.arange(SEQUENCES)[:, None, None], page_index]
         pages = np.where(positions >= 0, pages, -1)
         for device in range(sizes.num_devices):
             own = np.where(positions % sizes.num_devices == device, pages, -1)
-            assert ((row_ids[device] >= 0) == (own >= 0)).all()
+            assert (count[device] == (own >= 0).sum(axis=-1)).all()
+            assert ((row_ids[device] >= 0) == (np.arange(K) < count[device, ..., None])).all()
+            # Back to where the positions are; other rows are not looked at.
+            compacted = np.argsort(np.argsort(own < 0, axis=-1, kind="stable"), axis=-1)
+            row_ids[device] = np.take_along_axis(row_ids[device], compacted, axis=-1)
+            read[device] = np.take_along_axis(read[device], compacted[None, ..., None], axis=-2)
             rows = positions % sizes.rows_per_page // sizes.num_devices
             rows += positions % sizes.num_devices * ROWS_PER_DEVICE
             for index, layer in enumerate(layers):

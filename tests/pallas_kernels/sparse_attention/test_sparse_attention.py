@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.common.row_format import ROW_KINDS, RowFormat, RowKind
 from pallas_kernels.sparse_attention import merge_attention, sparse_attention
+from pallas_kernels.sparse_attention.packed import pack, unpack
 
 pytestmark = pytest.mark.compiles
 LATENT, ROPE, HEADS, LAYERS = 32, 8, 4, 3
@@ -22,9 +23,12 @@ SCALE = 0.25
 def compiled(row_format: RowFormat, layer: int | None = None) -> Callable:
     """Returns the op, jitted, with the layer static or, if None, an argument."""
 
-    def run(query, slab, traced_layer, row_ids, host=None):
+    def run(query, slab, traced_layer, row_ids, count, host=None):
         which = traced_layer if layer is None else layer
-        return sparse_attention(query, slab, host, which, row_ids, SCALE, row_format)
+        attended = sparse_attention(
+            query[None], slab, host, which, row_ids, count, SCALE, row_format
+        )
+        return unpack(attended[0])
 
     return jax.jit(run)
 
@@ -66,7 +70,10 @@ class Slab:
         host: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         stored = self.stored if stored is None else stored
-        outputs, lse = compiled(self.row_format)(query, stored, jnp.int32(layer), row_ids, host)
+        row_ids, count = compact(row_ids)
+        outputs, lse = compiled(self.row_format)(
+            query, stored, jnp.int32(layer), row_ids, count, host
+        )
         assert outputs.dtype == lse.dtype == np.float32
         return np.asarray(outputs), np.asarray(lse)
 
@@ -102,6 +109,15 @@ def selections(num_rows: int, k: int = 20, missing: float = 0.3) -> np.ndarray:
     return ids
 
 
+def compact(row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows' ids without -1, then junk, and how many they are."""
+    count = (row_ids >= 0).sum(axis=1).astype(np.int32)
+    order = np.argsort(row_ids < 0, axis=1, kind="stable")
+    compacted = np.take_along_axis(row_ids, order, axis=1)
+    junk = np.resize(np.asarray([-1, 2**31 - 1, 0], np.int32), compacted.shape)
+    return np.where(np.arange(row_ids.shape[1]) < count[:, None], compacted, junk), count
+
+
 def assert_close(found: tuple[np.ndarray, np.ndarray], exact: tuple) -> None:
     for array, expected in zip(found, exact, strict=True):
         np.testing.assert_allclose(array, expected, rtol=2e-5, atol=2e-6)
@@ -109,6 +125,11 @@ def assert_close(found: tuple[np.ndarray, np.ndarray], exact: tuple) -> None:
 
 def bits(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[bytes, bytes]:
     return arrays[0].tobytes(), arrays[1].tobytes()
+
+
+def merge(outputs: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    packed = pack(jnp.asarray(outputs, jnp.float32), jnp.asarray(lse, jnp.float32), jnp.float32)
+    return np.asarray(merge_attention(packed, RowFormat("float32", LATENT, ROPE, 1e-4)))
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
@@ -162,7 +183,7 @@ def check_bits(slab: Slab, query: np.ndarray) -> None:
     for row in (0, 3, 5):
         alone = slab.attend(query[row : row + 1], ids[row : row + 1])
         assert bits(alone) == (whole[0][row].tobytes(), whole[1][row].tobytes()), "alone"
-    static = compiled(slab.row_format, 1)(query, slab.stored, jnp.int32(0), ids)
+    static = compiled(slab.row_format, 1)(query, slab.stored, jnp.int32(0), *compact(ids))
     assert bits(jax.device_get(static)) == bits(whole), "with the layer known when compiling"
     # Elsewhere on the device, but visited in the same order: residency changes no bit.
     moved = np.random.default_rng(7).permutation(NUM_ROWS).astype(np.int32)
@@ -222,7 +243,7 @@ def test_merge_equals_the_whole(kind: RowKind, shards: int) -> None:
         slab.attend(query, np.where(ids % shards == shard, ids, -1)) for shard in range(shards)
     ]
     outputs, lse = np.stack([x for x, _ in parts]), np.stack([x for _, x in parts])
-    merged = np.asarray(merge_attention(jnp.asarray(outputs), jnp.asarray(lse)))
+    merged = merge(outputs, lse)
     np.testing.assert_allclose(merged, slab.exact(query, ids)[0], rtol=2e-5, atol=2e-6)
     assert (merged[-1] == 0).all()
     if shards == 1:
@@ -231,8 +252,8 @@ def test_merge_equals_the_whole(kind: RowKind, shards: int) -> None:
 
 def test_merge_of_nothing() -> None:
     """NaN where no shard selected anything."""
-    merged = merge_attention(jnp.zeros((2, 4, HEADS, LATENT)), jnp.full((2, 4, HEADS), -jnp.inf))
-    assert (np.asarray(merged) == 0).all()
+    merged = merge(np.zeros((2, 4, HEADS, LATENT)), np.full((2, 4, HEADS), -np.inf))
+    assert (merged == 0).all()
 
 
 def test_empty_shards_count_for_nothing() -> None:
@@ -243,12 +264,22 @@ def test_empty_shards_count_for_nothing() -> None:
     for junk, place in ((0.0, 0), (np.nan, 0), (np.inf, 1), (-np.inf, 1)):
         with_empty = np.insert(outputs, place, junk, axis=0)
         with_lse = np.insert(lse, place, -np.inf, axis=0)
-        merged = merge_attention(jnp.asarray(with_empty), jnp.asarray(with_lse))
-        assert np.asarray(merged).tobytes() == outputs.tobytes()
+        assert merge(with_empty, with_lse).tobytes() == outputs.tobytes()
 
 
 def test_merge_of_two() -> None:
     """Weights that are not the shares of the shards' sums of exponentials."""
-    outputs = jnp.asarray([[[[1.0, 0.0]]], [[[0.0, 1.0]]]])
-    lse = jnp.asarray([[[math.log(3.0) + 500]], [[math.log(1.0) + 500]]])
-    np.testing.assert_allclose(merge_attention(outputs, lse), [[[0.75, 0.25]]], rtol=1e-4)
+    outputs = np.asarray([[[[1.0, 0.0]]], [[[0.0, 1.0]]]])
+    lse = np.asarray([[[math.log(3.0) + 500]], [[math.log(1.0) + 500]]])
+    np.testing.assert_allclose(merge(outputs, lse), [[[0.75, 0.25]]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_packed(dtype: str) -> None:
+    """A log-sum-exp that is rounded with the mean, or bytes of another number."""
+    lse = np.asarray([[0.1, -np.inf, 3e38], [-1e-40, 0.0, -7.3]], np.float32)
+    mean = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    packed = pack(jnp.asarray(mean), jnp.asarray(lse), dtype)
+    assert packed.shape == (2, 3, 4 + 16 // packed.dtype.itemsize)
+    found = unpack(packed)
+    assert bits((np.asarray(found[0]), np.asarray(found[1]))) == bits((mean, lse))
