@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-import glm53.model.row_tiles
+import pallas_kernels.common.row_tiles
 
 SIZES = (4, 8, 16, 32)
 BATCHES = (1, 4, 8)
@@ -28,7 +28,7 @@ STEPS = 32
 def measure(row_tile: int) -> dict[str, float]:
     """Returns the seconds of a prefill, and the milliseconds of a decode step by batch size."""
     # Set before the modules that read it are imported.
-    glm53.model.row_tiles.ROW_TILE = row_tile
+    pallas_kernels.common.row_tiles.ROW_TILE = row_tile
     from glm53 import LLM, SamplingParams
 
     llm = LLM(max_num_seqs=max(BATCHES), max_model_len=PROMPT_TOKENS + 64)
@@ -71,7 +71,7 @@ def main() -> None:
         size: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         for size, runs in samples.items()
     }
-    used = medians[glm53.model.row_tiles.ROW_TILE]
+    used = medians[pallas_kernels.common.row_tiles.ROW_TILE]
     print("| tile | " + " | ".join(f"{name} (ratio)" for name in used) + " |")
     print("|---|" + "---|" * len(used))
     for size, row in medians.items():

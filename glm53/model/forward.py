@@ -19,13 +19,13 @@ from glm53.model.indexer import select_positions
 from glm53.model.layer_plan import LayerIndex, layer_indices, run_layers, run_mlp
 from glm53.model.params import GLMModel
 from glm53.model.rope import rope_angles
-from glm53.model.row_tiles import map_row_tiles
 from glm53.model.step_batch import StepBatch
 from kvcache.device.attend import attend_rows
 from kvcache.device.resolve import ResolvedRows, ScoreSummary, resolve_selection
 from kvcache.device.store import MESH_AXIS, KVStore, append_index_keys, append_rows
 from kvcache.geometry import KVGeometry
 from pallas_kernels.common.pytree import pytree_dataclass
+from pallas_kernels.common.row_tiles import map_row_tiles
 
 
 @pytree_dataclass
@@ -317,16 +317,15 @@ class Forward:
     ) -> Float[Array, "tokens hidden"]:
         moe = self.model.layers.moe
         norm = self.model.layers.post_attention_layernorm.bind(index.layer)
-        route, shared = moe.gate.bind(index.mlp_layer), moe.shared_experts.bind(index.mlp_layer)
+        score = moe.gate.bind(index.mlp_layer)
 
-        def route_tile(hidden: Array) -> tuple[Array, ...]:
+        def score_tile(hidden: Array) -> tuple[Array, Array]:
             rows = norm(hidden)
-            return rows, *route(rows), shared(rows)
+            return rows, score(rows)
 
-        rows, experts, weights, shared_output = map_row_tiles(route_tile, hidden)
-        experts = jnp.where(self.positions[:, None] >= 0, experts, moe.num_experts)
-        routed_output = moe.run_experts(index.mlp_layer, rows, experts, weights)
-        return lax.psum(routed_output + shared_output, MESH_AXIS)
+        rows, scores = map_row_tiles(score_tile, hidden)
+        kind = self.batch.kind
+        return lax.psum(moe.run(index.mlp_layer, rows, scores, self.positions, kind), MESH_AXIS)
 
 
 def head_logits(model: GLMModel, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:

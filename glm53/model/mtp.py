@@ -14,10 +14,10 @@ from glm53.model.config import GLMConfig
 from glm53.model.forward import Forward, LayerState, Selection
 from glm53.model.layer_plan import layer_indices
 from glm53.model.params import GLMModel
-from glm53.model.row_tiles import map_row_tiles
 from glm53.model.step_batch import StepBatch
 from kvcache.device.store import KVStore
 from kvcache.geometry import KVGeometry
+from pallas_kernels.common.row_tiles import map_row_tiles
 
 
 class MTPLayer:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from glm53.model.row_tiles import map_row_tiles
 from pallas_kernels.common.pytree import pytree_dataclass
+from pallas_kernels.common.row_tiles import map_row_tiles
 
 
 @pytree_dataclass

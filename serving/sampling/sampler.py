@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from glm53.model.row_tiles import map_row_tiles
 from kvcache.device.sequence_state import SequenceState
+from pallas_kernels.common.row_tiles import map_row_tiles
 from serving.sampling.adjust import adjust_logits
 from serving.sampling.filters import kept_tokens, token_distances
 from serving.sampling.state import SamplingState, SlotSampling, assign_sampling

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec
 from glm53.checkpoint import load_hugging_face
 from glm53.model.config import GLMConfig
 from glm53.model.mtp import MTPLayer
-from glm53.model.row_tiles import map_row_tiles
 from glm53.model.sharding import make_mesh
 from glm53.model.step_batch import StepBatch
 from glm53.model.steps import compiled_steps
 from kvcache import KVStore
 from pallas_kernels.common.row_format import RowKind
+from pallas_kernels.common.row_tiles import map_row_tiles
 from tests.helpers.golden import GOLDEN, golden_arrays, golden_config, golden_params
 from tests.helpers.session import Session
 
