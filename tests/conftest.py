@@ -13,6 +13,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
+import gc
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -25,6 +26,10 @@ pytest.register_assert_rewrite("tests.helpers", "tests.glm53", "tests.kvcache", 
 from tests.helpers.type_checks import check_cheaply  # noqa: E402
 
 check_cheaply()  # before any module of the packages is imported
+
+# What jax has traced lives on in its caches: going through it for garbage now and then takes a
+# twelfth of the time. Tests collect garbage themselves where they need to.
+gc.set_threshold(10_000, 20, 1000)
 
 # The same examples on every run: a failure belongs to the change that shows it.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

@@ -49,6 +49,9 @@ ROWS = 4
 LEAST_COPY = 1 << 20
 """Size of the smallest copy reported, in bytes."""
 
+PARTS = ("project", "append", "select", "resolve", "attend", "output", "dense", "experts")
+"""Named scopes of a decoder layer."""
+
 _WRAPPERS = ("jit(_sharded)", "shard_map", "eval_jaxpr", "body")
 _HLO_TYPES = {
     "bfloat16": "bf16",
@@ -220,6 +223,16 @@ def loops_read_back(report: CompileReport) -> list[Loop]:
     return [loop for loop in report.loops if loop.trip_count is None]
 
 
+def launches_by_part(report: CompileReport) -> dict[str, collections.Counter[str]]:
+    """Returns the launches of each part of a layer by kind, those of the largest part first; what
+    belongs to none is under "other"."""
+    parts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for (origin, kind), count in report.launch_origins.items():
+        inner = [scope for scope in origin.split("/") if scope in PARTS]
+        parts[inner[-1] if inner else "other"][kind] += count
+    return dict(sorted(parts.items(), key=lambda item: -item[1].total()))
+
+
 def _summary(copy: str) -> str:
     """Returns what is copied and where, the same for like copies."""
     array, scope = re.search(r" = (\S+?)\{", copy), re.search(r'op_name="([^"]*)"', copy)
@@ -273,8 +286,9 @@ def describe(step: DecodeStep, report: CompileReport, seconds: float) -> Iterato
     yield from sorted({f"  {_scope(loop.origin)}" for loop in read_back})
     launches = report.launches
     yield f"launches {launches}, {launches / step.num_layers:.0f} a layer"
-    most = sorted(report.launch_counts.items(), key=lambda item: -item[1])
-    yield "  " + ", ".join(f"{count} {kind}" for kind, count in most)
+    for part, kinds in launches_by_part(report).items():
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        yield f"  {part} {kinds.total()}: {listed}"
     total = sum(each.count * each.num_bytes for each in report.collectives)
     yield f"collectives: {total / 2**20:.1f} MiB"
     yield from (

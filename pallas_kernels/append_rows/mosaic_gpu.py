@@ -4,7 +4,6 @@ In fp8 a group of 128 values is seen as 32 words of 4 values: a lane holds a wor
 meet in one register, and a warp holds a group.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -14,24 +13,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.row_format import E4M3_MAX, SCALE_GROUP, RowFormat
+from pallas_kernels.common.quantization import GROUPS, LANES, quantize_groups
+from pallas_kernels.common.row_format import SCALE_GROUP, RowFormat
 from pallas_kernels.common.types import Interpret, Ref, Scalar, Slab
 
-_WARPS, _LANES = 4, 32
-_ROPE = 2 * _LANES
+_WARPS = 4
+_ROPE = 2 * LANES
 _WORDS = SCALE_GROUP // 4
-_NAN = 0x7FC00000  # its bits in float32
 
 _EVERY_WARP = (plgpu.Replicated(_WARPS),)
-# A group by each warp, or the same group by all of them.
-_GROUPS = plgpu.Layout.TILED(
-    plgpu.Tiling(((_WARPS, _LANES, 4),)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
+# The same group by all warps.
 _GROUP = plgpu.Layout.TILED(
-    plgpu.Tiling(((_LANES, 4),)), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((LANES, 4),)), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
 )
 _PAIRS = plgpu.Layout.TILED(
-    plgpu.Tiling(((_LANES, 2),)), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((LANES, 2),)), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
 )
 _FLAT_PAIRS = plgpu.Layout.TILED(
     plgpu.Tiling(((_ROPE,), (2,))), warp_dims=_EVERY_WARP, lane_dims=(-2,), vector_dim=-1
@@ -123,7 +119,7 @@ def _append_groups(latent: Ref, rope: Ref | None, target: Ref, row_format: RowFo
         target.at[pl.ds(group * _WORDS, _WORDS)][...] = words
         target[groups * _WORDS + group] = scale
     if rope is not None:
-        target.at[pl.ds(groups * (_WORDS + 1), _LANES)][...] = _bfloat16_words(rope)
+        target.at[pl.ds(groups * (_WORDS + 1), LANES)][...] = _bfloat16_words(rope)
 
 
 def _append_in_bulk(
@@ -131,9 +127,9 @@ def _append_in_bulk(
 ) -> None:
     """Writes an fp8 row of as many groups as there are warps, or a multiple, from shared memory."""
     groups = row_format.num_scales
-    words[...], rest.at[pl.ds(0, groups)][...] = _quantize(latent, _GROUPS, row_format)
+    words[...], rest.at[pl.ds(0, groups)][...] = _quantize(latent, GROUPS, row_format)
     if rope is not None:
-        rest.at[pl.ds(groups, _LANES)][...] = _bfloat16_words(rope)
+        rest.at[pl.ds(groups, LANES)][...] = _bfloat16_words(rope)
     plgpu.commit_smem()
     for group in range(groups):
         plgpu.copy_smem_to_gmem(words.at[group], target.at[pl.ds(group * _WORDS, _WORDS)])
@@ -142,24 +138,11 @@ def _append_in_bulk(
 
 
 def _quantize(groups: Ref, layout: Layout, row_format: RowFormat) -> tuple[jax.Array, jax.Array]:
-    """Words and bits of the scales of groups [..., 32, 4], as `row_format.quantize_e4m3` has them.
-
-    The largest value is found among bits, which are ordered like the values, with NaN above all.
-    """
+    """Words and bits of the scales of groups [..., 32, 4]."""
     values = plgpu.load(groups, layout=layout, optimized=False).astype(jnp.float32)
-    bits = lax.bitcast_convert_type(values, jnp.int32) & jnp.iinfo(jnp.int32).max
-    largest = jnp.minimum(jnp.max(jnp.max(bits, axis=-1), axis=-1), _NAN)
-    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).astype(jnp.int32)
-    fraction, least_exponent = math.frexp(row_format.least_scale)
-    exponent = jnp.maximum(exponent, least_exponent - (fraction == 0.5) + 127)
-    reciprocal = lax.broadcast_in_dim(
-        (254 - exponent) << 23, values.shape, tuple(range(values.ndim - 2))
-    )
-    scaled = values * lax.bitcast_convert_type(reciprocal, jnp.float32)
-    # The conversion would make infinities the largest number.
-    scaled = jnp.where(jnp.abs(scaled) <= E4M3_MAX, scaled, jnp.nan)
-    codes = lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
-    return _join(codes.astype(jnp.int32), 8, layout), exponent << 23
+    codes, scale = quantize_groups(values, row_format.least_scale)
+    codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    return _join(codes.astype(jnp.int32), 8, layout), scale
 
 
 def _bfloat16_words(values: Ref) -> jax.Array:

@@ -108,6 +108,8 @@ class CompileReport:
             name, a call into a library under its target, a kernel of XLA's as "fusion", others
             under their opcode. A loop's body counts as often as it runs, or once where that is not
             known; a conditional counts as its longest branch, a sort or a library call as one.
+        launch_origins: the same launches, by where they are from (the names of transformations and
+            scopes around an operation) and kind.
         loops: the loops that run.
         branches: the conditionals that run, whose predicate the host reads back, by their origin.
         collectives: what runs between devices, loops counted as in `launch_counts`.
@@ -120,6 +122,7 @@ class CompileReport:
     copies: list[str]
     host_parameters: tuple[str, ...]
     launch_counts: Mapping[str, int]
+    launch_origins: Mapping[tuple[str, str], int]
     loops: tuple[Loop, ...]
     branches: tuple[str, ...]
     collectives: tuple[Collective, ...]
@@ -262,6 +265,7 @@ def _report(program: HloProgram, memory: Any, dump: Path, min_copy_bytes: int) -
     dumped = {_dump_name(path) for path in dump.glob("*.resources.txt")}
     kernels: dict[KernelReport, None] = {}
     counts: collections.Counter[str] = collections.Counter()
+    origins: collections.Counter[tuple[str, str]] = collections.Counter()
     collectives: collections.Counter[tuple[str, int]] = collections.Counter()
     for launch, times in program.launches():
         kind = launch.kind
@@ -272,6 +276,7 @@ def _report(program: HloProgram, memory: Any, dump: Path, min_copy_bytes: int) -
         elif kind in COLLECTIVES:
             collectives[kind, launch.num_bytes] += times
         counts[kind] += times
+        origins[launch.origin, kind] += times
     return CompileReport(
         kernels=tuple(kernels),
         copies=[str(each)[:400] for each in program.copies(min_copy_bytes)],
@@ -281,6 +286,7 @@ def _report(program: HloProgram, memory: Any, dump: Path, min_copy_bytes: int) -
             if each.opcode == "parameter" and _HOST_MEMORY in each.type
         ),
         launch_counts=dict(counts),
+        launch_origins=dict(origins),
         loops=tuple(Loop(each.name, each.trip_count, each.origin) for each in program.loops()),
         branches=tuple(each.origin for each in program.branches()),
         collectives=tuple(

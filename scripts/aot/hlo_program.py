@@ -109,11 +109,13 @@ class Launch:
 
     Attributes:
         kind: opcode, or the target of a custom call.
+        origin: where it is from, as of an instruction.
         num_bytes: for a collective, the larger of what one device gives and gets; 0 for others.
         instruction: of a custom call; None for others.
     """
 
     kind: str
+    origin: str
     num_bytes: int = 0
     instruction: Instruction | None = None
 
@@ -212,27 +214,32 @@ class HloProgram:
                     yield launch, number
 
     def _launch(self, instruction: Instruction) -> Launch | None:
-        opcode = instruction.opcode
+        opcode, origin = instruction.opcode, instruction.origin
         if opcode in _LAUNCHES_NOTHING or opcode.endswith(("-done", "-update")):
             return None
         if opcode in _CALLS or opcode in {"while", "conditional"}:
             return None
         if opcode == "custom-call":
             target = instruction.target
-            return None if target == "AllocateBuffer" else Launch(target, 0, instruction)
+            return (
+                None
+                if target == "AllocateBuffer"
+                else Launch(target, origin, instruction=instruction)
+            )
         if opcode in _FUSIONS:
             (fused,) = instruction.called
             inner = [each for each in self.computations[fused] if each.opcode in COLLECTIVES]
             if inner:
-                return Launch(inner[0].opcode, sum(map(self._collective_bytes, inner)))
+                return Launch(inner[0].opcode, origin, sum(map(self._collective_bytes, inner)))
             for call in self.computations[fused]:
                 if call.opcode == "custom-call":
-                    return Launch(call.target, 0, call)  # joined with a slice of an operand
-            return Launch("fusion")
+                    # Joined with a slice of an operand.
+                    return Launch(call.target, call.origin, instruction=call)
+            return Launch("fusion", origin)
         kind = opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            return Launch(kind, self._collective_bytes(instruction))
-        return Launch(kind)
+            return Launch(kind, origin, self._collective_bytes(instruction))
+        return Launch(kind, origin)
 
     def _collective_bytes(self, instruction: Instruction) -> int:
         if instruction.opcode.endswith("-start"):

@@ -7,6 +7,7 @@ from benchmarks.h200.compiled_step import (
     copies_of_arguments,
     decode_step,
     glm_config,
+    launches_by_part,
     loops_read_back,
     node_geometry,
 )
@@ -54,6 +55,16 @@ def test_nothing_is_read_back(compiled: tuple[DecodeStep, CompileReport]) -> Non
     waiting = loops_read_back(report)
     assert waiting
     assert all("/experts/" in loop.origin for loop in waiting)
+
+
+def test_launches_by_part(compiled: tuple[DecodeStep, CompileReport]) -> None:
+    """A launch that is counted twice, or under another part of a layer than it is from."""
+    _, report = compiled
+    parts = launches_by_part(report)
+    assert sum(kinds.total() for kinds in parts.values()) == report.launches
+    assert parts["append"]["append_rows"] == report.launch_counts["append_rows"]
+    assert parts["select"]["index_scores"] == parts["resolve"]["resolve_rows"] == 2
+    assert parts["output"]["all-to-all"] == report.launch_counts["all-to-all"]
 
 
 def test_kernels(compiled: tuple[DecodeStep, CompileReport]) -> None:

@@ -148,7 +148,10 @@ def test_instruction(program: HloProgram) -> None:
     assert str(lines["copy.2"]) == "%copy.2 = f32[64]{0} copy(%p.8)"
     assert "kernel_7" not in str(lines["kernel.1"])
     kernels = [each for each, _ in program.launches() if each.kind == "mosaic_gpu_v2"]
-    expected = [Launch("mosaic_gpu_v2", 0, lines[name]) for name in ("kernel.9", "kernel.1")]
+    expected = [
+        Launch("mosaic_gpu_v2", lines[name].origin, instruction=lines[name])
+        for name in ("kernel.9", "kernel.1")
+    ]
     assert sorted(kernels, key=str) == sorted(expected, key=str)
 
 
