@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.common.quantization import LEAST_SCALE
 from pallas_kernels.common.row_format import SCALE_GROUP, quantize_e4m3, spread
 from pallas_kernels.common.types import Scalar
-
-LEAST_SCALE = 1e-10 / 448
-"""Lower bound of the scale of a group of rounded inputs, before rounding up."""
 
 
 def take(stack: Shaped[Array, "..."], *index: Scalar) -> Shaped[Array, "..."]:

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.common.product import LEAST_SCALE
+from pallas_kernels.common.quantization import LEAST_SCALE
+from pallas_kernels.common.row_format import E4M3_MAX
 from pallas_kernels.common.types import Ref
 
 BLOCK = 128
@@ -69,6 +70,8 @@ def scale_rows(
     inverse = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
     scaled = wide * lax.broadcast_in_dim(inverse, wide.shape, (0,))
     if round_inputs:
+        # The conversion would make infinities the largest number.
+        scaled = jnp.where(jnp.abs(scaled) <= E4M3_MAX, scaled, jnp.nan)
         scaled = scaled.astype(jnp.float8_e4m3fn)
     return scaled.astype(jnp.float16), power
 
