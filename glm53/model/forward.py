@@ -307,16 +307,15 @@ class Forward:
     ) -> Float[Array, "tokens hidden"]:
         moe = self.model.layers.moe
         norm = self.model.layers.post_attention_layernorm.bind(index.layer)
-        route, shared = moe.gate.bind(index.mlp_layer), moe.shared_experts.bind(index.mlp_layer)
+        score = moe.gate.bind(index.mlp_layer)
 
-        def route_tile(hidden: Array) -> tuple[Array, ...]:
+        def score_tile(hidden: Array) -> tuple[Array, Array]:
             rows = norm(hidden)
-            return rows, *route(rows), shared(rows)
+            return rows, score(rows)
 
-        rows, experts, weights, shared_output = map_rows(route_tile, hidden)
-        experts = jnp.where(self.positions[:, None] >= 0, experts, moe.num_experts)
-        routed_output = moe.run_experts(index.mlp_layer, rows, experts, weights)
-        return lax.psum(routed_output + shared_output, MESH_AXIS)
+        rows, scores = map_rows(score_tile, hidden)
+        kind = self.batch.kind
+        return lax.psum(moe.run(index.mlp_layer, rows, scores, self.positions, kind), MESH_AXIS)
 
 
 def head_logits(model: GLMModel, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:

@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
-from glm53.model.linear import Linear, matmul, take
+from glm53.model.linear import Linear
 from glm53.model.rope import apply_rope
 from glm53.model.step_batch import StepBatch
 from kvcache.device.resolve import ScoreSummary, summarize_scores
 from kvcache.device.store import MESH_AXIS, KVStore
 from kvcache.geometry import KVGeometry
+from pallas_kernels.common.product import matmul, take
 from pallas_kernels.index_scores import MAX_SEQUENCES, batched_index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
 

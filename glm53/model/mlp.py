@@ -13,8 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
-from glm53.model.linear import Linear, RowFunction, matmul, take
-from pallas_kernels.common.row_tiles import ROW_TILE, map_rows
+from glm53.model.linear import Linear, RowFunction
+from glm53.model.sharding import RULES
+from kvcache.device.store import MESH_AXIS
+from pallas_kernels.common.product import matmul, take
+from pallas_kernels.experts import GatedStack, MatrixStack, StepKind, route, run_experts
+
+_INTERMEDIATE = "expert_intermediate"
 
 
 class GatedMLP(nnx.Module):
@@ -36,6 +41,16 @@ class GatedMLP(nnx.Module):
 
         return apply
 
+    def stack(self) -> GatedStack:
+        """This device's part of all matrices."""
+        parts = (self.gate_proj, self.up_proj, self.down_proj)
+        return GatedStack(
+            *(
+                MatrixStack(part.weight[...], None if part.scale is None else part.scale[...])
+                for part in parts
+            )
+        )
+
 
 class Router(nnx.Module):
     """Router of tokens to experts: sigmoid scores in float32, and a bias that takes part in the
@@ -50,19 +65,13 @@ class Router(nnx.Module):
         self.e_score_correction_bias = nnx.Param(
             jnp.zeros((layers, experts), jnp.float32), logical_axes=("layers", "experts")
         )
-        self.config = config
 
-    def bind(self, layer: Index) -> Callable[[Array], tuple[Array, Array]]:
-        """A function from rows [tokens, hidden] to experts and their weights, both [tokens, k]."""
+    def bind(self, layer: Index) -> Callable[[Array], Array]:
+        """A function from rows [tokens, hidden] to scores [tokens, experts]."""
         weight = take(self.weight[...], layer).astype(jnp.float32)
-        bias = take(self.e_score_correction_bias[...], layer)
 
-        def apply(rows: Array) -> tuple[Array, Array]:
-            scores = jax.nn.sigmoid(matmul(rows.astype(jnp.float32), weight))
-            _, experts = lax.top_k(scores + bias, self.config.num_experts_per_tok)
-            weights = jnp.take_along_axis(scores, experts, axis=-1)
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-            return experts, weights * self.config.routed_scaling_factor
+        def apply(rows: Array) -> Array:
+            return jax.nn.sigmoid(matmul(rows.astype(jnp.float32), weight))
 
         return apply
 
@@ -73,96 +82,48 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: GLMConfig) -> None:
         layers, width = config.num_sparse_layers, config.moe_intermediate_size
         self.gate = Router(config)
-        self.experts = GatedMLP(
-            config, (layers, config.n_routed_experts), width, "expert_intermediate"
-        )
+        self.experts = GatedMLP(config, (layers, config.n_routed_experts), width, _INTERMEDIATE)
         self.shared_experts = GatedMLP(
-            config, (layers,), width * config.n_shared_experts, "expert_intermediate"
+            config, (layers,), width * config.n_shared_experts, _INTERMEDIATE
         )
-        self.num_experts = config.n_routed_experts
+        self.config = config
 
-    def run_experts(
+    def run(
         self,
         layer: Index,
         rows: Float[Array, "tokens hidden"],
-        experts: Int[Array, "tokens k"],
-        weights: Float[Array, "tokens k"],
+        scores: Float[Array, "tokens experts"],
+        positions: Int[Array, " tokens"],
+        kind: StepKind,
     ) -> Float[Array, "tokens hidden"]:
-        """This device's part of each token's weighted sum of expert outputs.
-
-        Tokens are grouped by expert in row tiles, and only tiles that hold a token are computed.
+        """This device's part of each token's expert outputs.
 
         Args:
             layer: which sparse layer.
             rows: inputs.
-            experts: experts of each token; `num_experts` marks padding.
-            weights: float32 weight of each.
+            scores: the router's.
+            positions: negative for padding.
+            kind: kind of step.
         """
-        num_tokens, per_token = experts.shape
-        dispatch = ExpertDispatch(experts.reshape(-1), self.num_experts)
-        # One zero row at the end stands for the empty rows of a tile.
-        padded = jnp.pad(rows, ((0, 1), (0, 0)))
-        source = jnp.full((dispatch.num_rows,), num_tokens, jnp.int32)
-        source = source.at[dispatch.row].set(
-            jnp.arange(num_tokens * per_token, dtype=jnp.int32) // per_token, mode="drop"
+        experts, weights = route(
+            scores,
+            self.gate.e_score_correction_bias[...],
+            positions,
+            layer,
+            per_token=self.config.num_experts_per_tok,
+            scaling=self.config.routed_scaling_factor,
         )
-
-        def run_expert(state: tuple[Array, Array]) -> tuple[Array, Array]:
-            """All tiles of the expert of a tile, whose weights are taken out of the stack once."""
-            first, outputs = state
-            number = dispatch.tile_expert[first]
-            expert = self.experts.bind(layer, number)
-
-            def run_tile(tile: Array, outputs: Array) -> Array:
-                start = tile * ROW_TILE
-                inputs = padded[lax.dynamic_slice_in_dim(source, start, ROW_TILE)]
-                return lax.dynamic_update_slice_in_dim(outputs, expert(inputs), start, 0)
-
-            end = dispatch.tiles_end[number]
-            return end, lax.fori_loop(first, end, run_tile, outputs)
-
-        # Nothing is read that no tile has written.
-        outputs = lax.empty((dispatch.num_rows, rows.shape[1]), rows.dtype)
-        _, outputs = lax.while_loop(
-            lambda state: state[0] < dispatch.tiles_end[-1],
-            run_expert,
-            (jnp.int32(0), outputs),
+        routed = self.experts.stack()
+        width = routed.gate.weight.shape[-2]
+        offset = lax.axis_index(MESH_AXIS) * width if RULES[_INTERMEDIATE] else 0
+        return run_experts(
+            rows,
+            experts,
+            weights,
+            layer,
+            offset,
+            routed,
+            self.shared_experts.stack(),
+            round_inputs=self.experts.gate_proj.rounds_inputs,
+            kind=kind,
         )
-        picked = outputs.at[dispatch.row].get(mode="fill", fill_value=0)
-        picked = picked.reshape(num_tokens, per_token, -1)
-
-        def combine(picked: Array, weights: Array) -> Array:
-            total = jnp.zeros(picked.shape[::2], jnp.float32)
-            for rank in range(per_token):
-                total += weights[:, rank, None] * picked[:, rank].astype(jnp.float32)
-            return total.astype(picked.dtype)
-
-        return map_rows(combine, picked, weights)
-
-
-class ExpertDispatch:
-    """Where each (token, expert) pair goes in a buffer of tiles that hold one expert's rows each.
-
-    Attributes:
-        num_rows: static number of rows of the buffer.
-        tiles_end: the tile behind each expert's last.
-        tile_expert: expert of each tile.
-        row: row of the buffer of each pair; `num_rows` for padding.
-    """
-
-    def __init__(self, experts: Int[Array, " pairs"], num_experts: int) -> None:
-        pairs = experts.shape[0]
-        max_tiles = (pairs + min(num_experts, pairs) * (ROW_TILE - 1)) // ROW_TILE
-        self.num_rows = max_tiles * ROW_TILE
-        counts = jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop")
-        tiles = -(-counts // ROW_TILE)
-        self.tiles_end = jnp.cumsum(tiles, dtype=jnp.int32)
-        tile_numbers = jnp.arange(max_tiles)[:, None]
-        self.tile_expert = jnp.sum(tile_numbers >= self.tiles_end, axis=1, dtype=jnp.int32)
-        first_row = (self.tiles_end - tiles) * ROW_TILE
-        first_pair = jnp.cumsum(counts) - counts
-        order = jnp.argsort(experts, stable=True)
-        ordered = jnp.minimum(experts[order], num_experts - 1)
-        row = first_row[ordered] + jnp.arange(pairs) - first_pair[ordered]
-        row = jnp.where(experts[order] < num_experts, row, self.num_rows)
-        self.row = jnp.zeros((pairs,), jnp.int32).at[order].set(row.astype(jnp.int32))

@@ -4,6 +4,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.common.pytree import pytree_dataclass
+from pallas_kernels.experts import StepKind
+
+MOST_DECODE_ROWS = 8
+"""Most rows of a sequence in a decode step: the last sampled token, and drafts."""
 
 
 @pytree_dataclass
@@ -20,6 +24,11 @@ class StepBatch:
     positions: Int[Array, "sequences rows"]
     slots: Int[Array, " sequences"]
     block_tables: Int[Array, "sequences context_pages"]
+
+    @property
+    def kind(self) -> StepKind:
+        """Kind of step, by the rows of a sequence: never by how many sequences there are."""
+        return "decode" if self.positions.shape[1] <= MOST_DECODE_ROWS else "prefill"
 
     @property
     def flat_positions(self) -> Int[Array, " tokens"]:

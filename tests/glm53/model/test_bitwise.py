@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53.model.linear import matmul
+from pallas_kernels.common.product import matmul
 from pallas_kernels.common.row_tiles import ROW_TILE, map_row_tiles
 from tests.helpers.random_models import micro_config, preset_params, random_tokens
 from tests.helpers.session import Session
