@@ -89,9 +89,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
         ("odd_wide", (32, 5)),
     ],
 )
-def test_attention(
-    name: str, counts: tuple[int, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_attention(name: str, counts: tuple[int, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """A row of another index, layer or memory; a head or value that is another's; a tile too many;
     a slot refilled while it is read."""
     spec = SPECS[name]
