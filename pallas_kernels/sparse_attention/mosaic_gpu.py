@@ -29,7 +29,7 @@ from pallas_kernels.sparse_attention.packed import tail_width
 from pallas_kernels.sparse_attention.plan import HEADS, SLOTS, TILE, Plan
 
 _NUM_BLOCKS = 132  # one on each multiprocessor of an H200
-_REGISTERS = 72, 120, 160  # of a thread that gathers, that scores, that adds up
+_REGISTERS = 64, 128, 160  # of a thread that gathers, that scores, that adds up
 _HALF = LATENT // 2
 _SCRATCH_BYTES = 16  # sums along rows of products need none
 _WGMMA = plgpu.Layout.WGMMA
