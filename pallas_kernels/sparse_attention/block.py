@@ -6,10 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common.ring_copy import divide
 from pallas_kernels.common.types import Ref, Scalar
-from pallas_kernels.sparse_attention.plan import SLOTS, TILE, Plan
+from pallas_kernels.sparse_attention.plan import HEADS, SLOTS, TILE, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +105,11 @@ def each_work(plan: Plan, memory: Memory, run: Callable[[Work], None]) -> jax.Ar
     return lax.fori_loop(0, turns, step, jnp.int32(0))
 
 
-def each_chunk(plan: Plan, work: Work, run: Callable[[Scalar, Scalar, int], None]) -> None:
+def each_chunk(plan: Plan, work: Work, run: Callable[[Scalar, Scalar, Scalar], None]) -> None:
     """Calls `run(part, first_head, row)` for heads that lie side by side, from an operand's row."""
-    for row in range(0, plan.chunk * plan.chunks, plan.chunk):
-        part, head = divide(work.group * plan.chunk * plan.chunks + row, plan.part_heads)
+
+    @pl.loop(0, plan.chunks)
+    def _(chunk: jax.Array) -> None:
+        row = chunk * plan.chunk
+        part, head = divide(work.group * HEADS + row, plan.part_heads)
         run(part, head, row)

@@ -37,27 +37,30 @@ def by_bytes(row_format: RowFormat, dtype: jax.typing.DTypeLike) -> bool:
 
 def query_by_bytes(query: Float[Array, "*shape values"]) -> Float[Array, "*shape values"]:
     """Queries, latent part then rotated part, in the kernel's order."""
-    shape = query.shape[:-1]
-    rope = query[..., LATENT:].reshape(*shape, -1, _ROPE_PER_WORD)
-    rope = rope.swapaxes(-1, -2).reshape(*shape, -1)
-    return jnp.concatenate([latents_by_bytes(query[..., :LATENT]), rope], axis=-1)
+    rope = query[..., LATENT:]
+    halves = [rope[..., half::_ROPE_PER_WORD] for half in range(_ROPE_PER_WORD)]
+    return jnp.concatenate([latents_by_bytes(query[..., :LATENT]), *halves], axis=-1)
+
+
+def query_by_value(query: Float[Array, "*shape values"]) -> Float[Array, "*shape values"]:
+    """The inverse of `query_by_bytes`."""
+    halves = jnp.split(query[..., LATENT:], _ROPE_PER_WORD, axis=-1)
+    rope = jnp.stack(halves, axis=-1).reshape(*query.shape[:-1], ROPE)
+    return jnp.concatenate([latents_by_value(query[..., :LATENT]), rope], axis=-1)
+
+
+# Slices joined, where a transposition would do: that would be a kernel of its own.
 
 
 def latents_by_bytes(latents: Float[Array, "*shape latent"]) -> Float[Array, "*shape latent"]:
     """Latents in the kernel's order."""
     words = latents.reshape(*latents.shape[:-1], -1, _WORDS, _LATENTS_PER_WORD)
-    return words.swapaxes(-1, -2).reshape(latents.shape)
+    planes = [words[..., byte] for byte in range(_LATENTS_PER_WORD)]
+    return jnp.stack(planes, axis=-2).reshape(latents.shape)
 
 
 def latents_by_value(latents: Float[Array, "*shape latent"]) -> Float[Array, "*shape latent"]:
     """The inverse of `latents_by_bytes`."""
     planes = latents.reshape(*latents.shape[:-1], -1, _LATENTS_PER_WORD, _WORDS)
-    return planes.swapaxes(-1, -2).reshape(latents.shape)
-
-
-def query_by_value(query: Float[Array, "*shape values"]) -> Float[Array, "*shape values"]:
-    """The inverse of `query_by_bytes`."""
-    shape = query.shape[:-1]
-    rope = query[..., LATENT:].reshape(*shape, _ROPE_PER_WORD, -1)
-    rope = rope.swapaxes(-1, -2).reshape(*shape, -1)
-    return jnp.concatenate([latents_by_value(query[..., :LATENT]), rope], axis=-1)
+    words = [planes[..., byte, :] for byte in range(_LATENTS_PER_WORD)]
+    return jnp.stack(words, axis=-1).reshape(latents.shape)

@@ -84,9 +84,8 @@ class Gatherer:
 
         def copy(source: Ref, row: Scalar) -> None:
             for piece in range(pieces):
-                columns = pl.ds(piece * width, width)
                 target = self.shared.stored.at[slot, piece, pl.ds(number, 1), pl.ds(0, width)]
-                load(source.at[pl.ds(row, 1), columns], target, landed)
+                load(source.at[pl.ds(row * pieces + piece, 1)], target, landed)
 
         def copy_from_slab() -> None:
             index = layer * plan.layer_rows + row_id
@@ -111,16 +110,21 @@ class Gatherer:
             scale = jnp.sum(jnp.where(group == number, scales, 0.0), axis=1)
             scale = plgpu.layout_cast(scale, _row_layout().reduce(1))
             scale = lax.broadcast_in_dim(scale, words.shape, (0,))
+            planes = []
             for byte in range(_BYTES):
                 plane = (words >> (8 * byte)).astype(jnp.int8)
                 plane = lax.bitcast_convert_type(plane, jnp.float8_e4m3fn)
-                plane = (plane.astype(jnp.float16).astype(jnp.float32) * scale).astype(jnp.bfloat16)
-                first = number * SCALE_GROUP + byte * _GROUP_WORDS
-                keys[:, pl.ds(first, _GROUP_WORDS)] = plane
+                plane = plane.astype(jnp.float16).astype(jnp.float32) * scale
+                planes.append(plane.astype(jnp.bfloat16))
+            # Stored together: warps wait for each other at each store.
+            columns = pl.ds(number * SCALE_GROUP, SCALE_GROUP)
+            keys[:, columns] = jnp.concatenate(planes, axis=1)
         words = _load(stored.at[:, pl.ds(LATENT // _BYTES + _GROUPS, ROPE // 2)])
-        for odd, bits in enumerate((words << 16, words & jnp.int32(-65536))):
-            plane = lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
-            keys[:, pl.ds(LATENT + odd * (ROPE // 2), ROPE // 2)] = plane
+        halves = [
+            lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+            for bits in (words << 16, words & jnp.int32(-65536))
+        ]
+        keys[:, pl.ds(LATENT, ROPE)] = jnp.concatenate(halves, axis=1)
 
     def _spread(self, stored: Ref, keys: Ref) -> None:
         """Copies bfloat16 rows [pieces, TILE, values] to operands [TILE, values]."""

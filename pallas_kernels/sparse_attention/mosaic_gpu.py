@@ -29,7 +29,7 @@ from pallas_kernels.sparse_attention.packed import tail_width
 from pallas_kernels.sparse_attention.plan import HEADS, SLOTS, TILE, Plan
 
 _NUM_BLOCKS = 132  # one on each multiprocessor of an H200
-_REGISTERS = 80, 104, 160  # of a thread that unpacks, that scores, that adds up
+_REGISTERS = 64, 128, 160  # of a thread that gathers, that scores, that adds up
 _HALF = LATENT // 2
 _SCRATCH_BYTES = 16  # sums along rows of products need none
 _WGMMA = plgpu.Layout.WGMMA
@@ -63,9 +63,11 @@ def sparse_attention(
     if num_blocks is None:
         num_blocks = _NUM_BLOCKS if interpret is None else 2
     width = LATENT + tail_width(query.dtype)
-    operands = [query, slab.reshape(-1, slab.shape[3])]
+    # A piece of a row a line, all of one piece of memory: its copy needs no descriptor.
+    pieces, piece = plan.pieces
+    operands = [query, slab.reshape(-1, piece)]
     if host is not None:
-        operands.append(host.reshape(-1, *host.shape[2:]))
+        operands.append(host.reshape(-1, host.shape[2] * pieces, piece))
 
     def body(*refs: Ref, query_and_mean: Ref, **scratch: Ref) -> None:
         query, slab, *on_host, layer, row_ids, count, packed = refs
@@ -117,7 +119,7 @@ def _score(plan: Plan, memory: Memory, shared: Shared, work: Work) -> None:
 
     @pl.when(work.count > 0)
     def _() -> None:
-        def load(part: Scalar, head: Scalar, row: int) -> None:
+        def load(part: Scalar, head: Scalar, row: Scalar) -> None:
             source = memory.query.at[part, work.row, pl.ds(head, plan.chunk)]
             target = shared.query.at[pl.ds(row, plan.chunk)]
             plgpu.copy_gmem_to_smem(source, target, shared.loaded)
@@ -134,7 +136,10 @@ def _score(plan: Plan, memory: Memory, shared: Shared, work: Work) -> None:
             plgpu.wgmma(products, shared.query, shared.keys.at[slot].transpose((1, 0)))
             return products[...]
 
-        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((HEADS, TILE), jnp.float32)) * plan.factor
+        scores = (
+            pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((HEADS, TILE), jnp.float32))
+            * plan.factor
+        )
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
         scores = jnp.where(column < work.count - tile * TILE, scores, -jnp.inf)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))
@@ -203,7 +208,7 @@ def _add_up(plan: Plan, memory: Memory, shared: Shared, half: Scalar, work: Work
 
         @pl.when(half == 1)
         def _() -> None:
-            def store(part: Scalar, head: Scalar, row: int) -> None:
+            def store(part: Scalar, head: Scalar, row: Scalar) -> None:
                 target = memory.packed.at[part, work.row, pl.ds(head, plan.chunk)]
                 plgpu.copy_smem_to_gmem(shared.mean.at[pl.ds(row, plan.chunk)], target)
 

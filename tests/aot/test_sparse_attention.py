@@ -15,7 +15,7 @@ from tests.aot.slabs import HOST, SLAB, argument, check_kernel, integers
 SCALE = 256**-0.5
 
 
-@pytest.mark.parametrize("name", ["glm_fp8_128", "glm_bfloat16_128", "glm_fp8_8192", "odd_wide"])
+@pytest.mark.parametrize("name", ["glm_fp8_128", "glm_bfloat16_8192", "glm_fp8_8192", "odd_wide"])
 @pytest.mark.parametrize("tiers", [1, 2])
 def test_sparse_attention(name: str, tiers: int) -> None:
     """A kernel that spills, memory that is copied whole, a query or a result that is reordered."""
@@ -93,4 +93,4 @@ def test_eight_devices() -> None:
         ("all-gather", 1),
         ("all-to-all", 1),
     ]
-    assert report.launches <= 5, report.launch_counts
+    assert report.launches <= 7, report.launch_counts
