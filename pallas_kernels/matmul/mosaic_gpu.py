@@ -21,22 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.row_format import scale_exponent
 from pallas_kernels.common.types import Interpret, Ref, Scalar
+from pallas_kernels.matmul.float16_rows import convert_rows, load_factors
 from pallas_kernels.matmul.matrix_stack import MatrixStack, RowsFunction
 from pallas_kernels.matmul.plan import BLOCK, ROWS, WARPGROUPS, Plan, num_tiles
-from pallas_kernels.matmul.reference import LEAST_ROW_SCALE
-
-_BY_ROW = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, BLOCK), (2, BLOCK), (8,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
-"""Layout of rows [8 * n, 128], each held by half a warp."""
-
-_BIAS = 127  # of a float32's exponent field
-_HALF_EXPONENT = 14  # of a group's largest value in float16, which ends below 2**16
 
 
 def bind(
@@ -253,7 +241,7 @@ class _Work:
             pl.when(step + plan.slots < count)(lambda: self._fetch(step + plan.slots))
             if scale is not None:
                 product = product * lax.broadcast_in_dim(
-                    self._load_factors() * scale, product.shape, (1,)
+                    load_factors(self.factors.at[self.number]) * scale, product.shape, (1,)
                 )
             return total + product
 
@@ -312,27 +300,8 @@ class _Work:
 
     def _convert_rows(self, slot: Scalar) -> None:
         """Turns bfloat16 rows into float16 in their place, and keeps what scales them back."""
-        bits = plgpu.load(self.row_slots.at[slot], layout=_BY_ROW)
-        values = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
-        largest = lax.bitcast_convert_type(jnp.max(jnp.abs(values), axis=1), jnp.int32)
-        if self.round_inputs:
-            exponent = scale_exponent(largest, LEAST_ROW_SCALE)
-        else:
-            exponent = jnp.maximum((largest >> 23) - _HALF_EXPONENT, 1)
-        reciprocal = lax.bitcast_convert_type((2 * _BIAS - exponent) << 23, jnp.float32)
-        scaled = values * lax.broadcast_in_dim(reciprocal, values.shape, (0,))
-        if self.round_inputs:
-            scaled = scaled.astype(jnp.float8_e4m3fn)
-        self.row_slots[slot] = scaled.astype(jnp.float16)
-        finite = largest < jnp.int32(0xFF << 23)
-        factor = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-        self.factors[self.number] = jnp.where(finite, factor, jnp.nan)
+        self.factors[self.number] = convert_rows(self.row_slots.at[slot], self.round_inputs)
         plgpu.commit_smem()
-
-    def _load_factors(self) -> jax.Array:
-        """Factors of the rows, by column as products are."""
-        factors = self.factors.at[self.number]
-        return plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
     def _multiply(self, slot: Scalar) -> jax.Array:
         """Product of a block [64, tokens together]."""
