@@ -57,7 +57,7 @@ def _multiply(
     tokens = rows.shape[0]
     plan = Plan.choose(stacks, tokens, dtype, interpreted=interpret is not None)
     rows = jnp.pad(rows, ((0, plan.tokens - tokens), (0, 0)))
-    operands = [_operands(stack, index) for stack, index in zip(stacks, indices, strict=True)]
+    operands = [matrix_operands(stack, index) for stack, index in zip(stacks, indices, strict=True)]
     leaves, structure = jax.tree.flatten(operands)
 
     def body(rows_ref: Ref, *refs: Ref, **scratch: Ref) -> None:
@@ -90,7 +90,7 @@ def _multiply(
     ]
 
 
-def _operands(stack: MatrixStack, index: tuple[Scalar, ...]) -> dict[str, Any]:
+def matrix_operands(stack: MatrixStack, index: tuple[Scalar, ...]) -> dict[str, Any]:
     """A matrix as the kernel is given it; scalars singly, since joining them is a launch."""
 
     def scalar(value: Scalar | None) -> jax.Array | None:
@@ -105,7 +105,7 @@ def _operands(stack: MatrixStack, index: tuple[Scalar, ...]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """One matrix in device memory.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Matrix:
     products: Ref
 
     @classmethod
-    def read(cls, operands: dict[str, Any], products: Ref) -> "_Matrix":
+    def read(cls, operands: dict[str, Any], products: Ref) -> "Matrix":
         """The matrix of a kernel's operands, whose scalars are read here, once."""
         output_blocks, input_blocks = (
             0 if part is None else part[0] * (size // BLOCK)
@@ -137,14 +137,14 @@ class _Matrix:
             products=products,
         )
 
-    def weight_block(self, row: Scalar, size: int, block: Scalar) -> Ref:
-        """Some rows of a block of inputs."""
-        return self.weights.at[(*self.index, pl.ds(row, size), pl.ds(block * BLOCK, BLOCK))]
+    def at(self, row: Scalar, rows: int, column: Scalar, columns: int) -> Ref:
+        """A part of the weights."""
+        return self.weights.at[(*self.index, pl.ds(row, rows), pl.ds(column, columns))]
 
-    def block_scale(self, row: Scalar, block: Scalar) -> jax.Array:
-        """Scale of a row's block of inputs."""
-        first_row, first_block = self.first_blocks
-        return self.scale[(*self.index, first_row + row // BLOCK, first_block + block)]
+    def block_scale(self, row: Scalar, column: Scalar) -> jax.Array:
+        """Scale of the block that holds a weight."""
+        first_row, first_column = self.first_blocks
+        return self.scale[(*self.index, first_row + row // BLOCK, first_column + column // BLOCK)]
 
     def visit(self, tile: Scalar, run: Callable[[int], None]) -> None:
         """Calls `run` with the number of rows of a tile."""
@@ -172,7 +172,7 @@ def _run_block(
 
         @pl.when((tile >= first) & (tile < first + count))
         def _(operands: tuple = operands, tile: Scalar = tile - first) -> None:
-            matrix = _Matrix.read(*operands)
+            matrix = Matrix.read(*operands)
             work = _Work(plan, round_inputs, warpgroup, rows, matrix, tile, part, token, **scratch)
             total = work.total()
             for sender in range(WARPGROUPS - 1, -1, -1):
@@ -207,7 +207,7 @@ class _Work:
     round_inputs: bool
     number: jax.Array
     rows: Ref
-    matrix: _Matrix
+    matrix: Matrix
     tile: Scalar
     part: Scalar
     token: Scalar
@@ -230,7 +230,7 @@ class _Work:
             slot = self._slot(step)
             # Read ahead of the wait, so that the two overlap.
             scale = (
-                self.matrix.block_scale(self.tile * ROWS, self._block(step))
+                self.matrix.block_scale(self.tile * ROWS, self._column(step))
                 if plan.converts
                 else None
             )
@@ -276,18 +276,18 @@ class _Work:
     def _slot(self, step: Scalar) -> Scalar:
         return self.number * self.plan.slots + lax.rem(step, self.plan.slots)
 
-    def _block(self, step: Scalar) -> Scalar:
-        """Block of inputs of a step."""
-        return self.part * self.plan.part_blocks + self.number + step * WARPGROUPS
+    def _column(self, step: Scalar) -> Scalar:
+        """First input of a step."""
+        return (self.part * self.plan.part_blocks + self.number + step * WARPGROUPS) * BLOCK
 
     def _fetch(self, step: Scalar) -> None:
         """Begins to copy a block of weights and of rows."""
-        slot, block = self._slot(step), self._block(step)
+        slot, column = self._slot(step), self._column(step)
         landed = self.landed.at[slot]
 
         def fetch_weights(size: int) -> None:
             plgpu.copy_gmem_to_smem(
-                self.matrix.weight_block(self.tile * ROWS, size, block),
+                self.matrix.at(self.tile * ROWS, size, column, BLOCK),
                 # What a tile that is not whole leaves of a slot gives outputs that nobody stores.
                 self.weight_slots.at[slot, pl.ds(0, size)],
                 landed,
@@ -295,7 +295,7 @@ class _Work:
 
         self.matrix.visit(self.tile, fetch_weights)
         tokens = pl.ds(self.token, self.plan.tokens_together)
-        source = self.rows.at[tokens, pl.ds(block * BLOCK, BLOCK)]
+        source = self.rows.at[tokens, pl.ds(column, BLOCK)]
         plgpu.copy_gmem_to_smem(source, self.row_slots.at[slot], landed)
 
     def _convert_rows(self, slot: Scalar) -> None:

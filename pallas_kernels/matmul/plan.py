@@ -21,7 +21,6 @@ _MULTIPROCESSORS = 132
 _SHARED_BYTES = 225 << 10
 _MAX_TOKENS = {1: 64, 2: 32}  # together, by bytes of a weight, so that two slots have room
 MAX_SLOTS = 6
-_SWIZZLE = 128
 _LINES = 8  # of a tile of shared memory, and of the least operand of the tensor cores
 
 
@@ -137,7 +136,7 @@ class Plan:
         slots, tokens = WARPGROUPS * self.slots, self.tokens_together
 
         def operand(shape: tuple[int, ...], dtype: Any) -> Any:
-            return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
+            return plgpu.SMEM(shape, dtype, transforms=transforms(dtype))
 
         scratch = {
             "weight_slots": operand((slots, ROWS, BLOCK), self.weight_dtype),
@@ -174,10 +173,10 @@ def choose_split(outputs: Sequence[int], inputs: int) -> int:
     )
 
 
-def _transforms(dtype: Any) -> tuple[Any, ...]:
-    """Layout of an operand of the tensor cores in shared memory."""
+def transforms(dtype: Any, swizzle: int = 128) -> tuple[Any, ...]:
+    """Layout of an operand of the tensor cores in shared memory, swizzled by so many bytes."""
     # pyright takes the transforms for abstract.
     tiling = plgpu.TilingTransform(  # pyright: ignore[reportAbstractUsage]
-        (_LINES, _SWIZZLE // jnp.dtype(dtype).itemsize)
+        (_LINES, swizzle // jnp.dtype(dtype).itemsize)
     )
-    return tiling, plgpu.SwizzleTransform(_SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
