@@ -17,7 +17,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 RowKind = Literal["float32", "bfloat16", "fp8"]
 ROW_KINDS = ("float32", "bfloat16", "fp8")
@@ -28,19 +28,23 @@ E4M3_MAX = 448.0
 def power_of_two_scale(
     values: Float[Array, "*rows width"], least: float
 ) -> Float[Array, "*rows groups"]:
-    """The smallest power of two of at least max(amax / 448, least), per started group of 128.
+    """The smallest power of two of at least max(amax / 448, least), per started group of 128."""
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % SCALE_GROUP)]
+    groups = jnp.pad(values, padding).reshape(*values.shape[:-1], -1, SCALE_GROUP)
+    amax = jnp.max(jnp.abs(groups.astype(jnp.float32)), axis=-1)
+    exponent = scale_exponent(lax.bitcast_convert_type(amax, jnp.int32), least)
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def scale_exponent(amax_bits: Int[Array, "*groups"], least: float) -> Int[Array, "*groups"]:
+    """Exponent field of the smallest power of two of at least max(amax / 448, least).
 
     Computed on the bits of the float, as 448 is 1.75 * 2**8: a logarithm, or the inexact division
     of a GPU, may round across a power of two.
     """
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % SCALE_GROUP)]
-    groups = jnp.pad(values, padding).reshape(*values.shape[:-1], -1, SCALE_GROUP)
-    amax = jnp.max(jnp.abs(groups.astype(jnp.float32)), axis=-1)
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
+    exponent = (amax_bits >> 23) - 8 + ((amax_bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
     fraction, least_exponent = math.frexp(least)  # fraction from 0.5 to 1
-    exponent = jnp.maximum(exponent, least_exponent - (fraction == 0.5) + 127)
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.maximum(exponent, least_exponent - (fraction == 0.5) + 127)
 
 
 def quantize_e4m3(
