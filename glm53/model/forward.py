@@ -46,11 +46,13 @@ class LayerState(NamedTuple):
 
     Attributes:
         hidden: [tokens, hidden], the residual stream.
+        update: [tokens, hidden], what is to be added to it: the next norm does.
         store: the KV store.
         selection: the newest selection.
     """
 
     hidden: Float[Array, "tokens hidden"]
+    update: Float[Array, "tokens hidden"]
     store: KVStore
     selection: Selection
 
@@ -115,6 +117,10 @@ class Forward:
         """Logits of normalised hidden states, in float32, on every device."""
         return head_logits(self.model, hidden)
 
+    def first_state(self, store: KVStore, hidden: Float[Array, "tokens hidden"]) -> LayerState:
+        """State of a layer that selects for itself."""
+        return LayerState(hidden, jnp.zeros_like(hidden), store, self.no_selection())
+
     def no_selection(self) -> Selection:
         """A selection of nothing, for a layer that makes its own."""
         nothing = jnp.full((self.positions.shape[0], self.config.index_topk), -1, jnp.int32)
@@ -138,17 +144,17 @@ class Forward:
         """
 
         def observe(state: LayerState) -> tuple[Array, Array] | None:
-            return (state.hidden, state.selection.positions) if trace else None
+            return (state.hidden + state.update, state.selection.positions) if trace else None
 
         state, traced = run_layers(
             layer_indices(self.config)[: self.config.num_hidden_layers],
             self.full_layer,
             self.shared_layer,
-            LayerState(self.embed(token_ids), store, self.no_selection()),
+            self.first_state(store, self.embed(token_ids)),
             observe,
             single_scan=single_scan,
         )
-        hidden = map_rows(self.model.norm.bind(), state.hidden)
+        _, hidden = map_rows(self.model.norm.bind_residual(), state.hidden, state.update)
         return hidden, state.store, LayerTrace(*traced) if traced else None
 
     def full_layer(self, index: LayerIndex, state: LayerState) -> LayerState:
@@ -156,52 +162,54 @@ class Forward:
 
         DeepSeek sparse attention: DeepSeek-V3.2 (arXiv:2512.02556), equations 1 and 2.
         """
-        hidden, store, _ = state
+        hidden, update, store, _ = state
         indexer = self.model.layers.indexer.projector(index.index_layer)
-        query, kv_latent, k_pe, *indexed = self.project(index, hidden, indexer)
+        hidden, query, kv_latent, k_pe, *indexed = self.project(index, hidden, update, indexer)
         index_query, head_weights, index_key = indexed
         store = self.append(index, store, kv_latent, k_pe)
         store = self.append_index_key(index, store, index_key)
         positions, summary = self.select(index, store, index_query, head_weights)
         store, selection = self.resolve(index, store, positions, summary)
         store, attended = self.attend(index, store, query, selection)
-        hidden = hidden + self.output(index, attended)
-        return LayerState(hidden + self.mlp(index, hidden), store, selection)
+        hidden, update = self.mlp(index, hidden, self.output(index, attended))
+        return LayerState(hidden, update, store, selection)
 
     def shared_layer(self, index: LayerIndex, state: LayerState) -> LayerState:
         """Decoder layer that attends to what the full layer before it selected.
 
         IndexShare (arXiv:2603.12201).
         """
-        hidden, store, selection = state
-        query, kv_latent, k_pe = self.project(index, hidden)
+        hidden, update, store, selection = state
+        hidden, query, kv_latent, k_pe = self.project(index, hidden, update)
         store = self.append(index, store, kv_latent, k_pe)
         store, attended = self.attend(index, store, query, selection)
-        hidden = hidden + self.output(index, attended)
-        return LayerState(hidden + self.mlp(index, hidden), store, selection)
+        hidden, update = self.mlp(index, hidden, self.output(index, attended))
+        return LayerState(hidden, update, store, selection)
 
     @jax.named_scope("project")
     def project(
         self,
         index: LayerIndex,
         hidden: Float[Array, "tokens hidden"],
+        update: Float[Array, "tokens hidden"],
         indexer: Callable[..., tuple[Array, ...]] | None = None,
     ) -> tuple[Array, ...]:
-        """Queries of local heads [tokens, heads, values], the KV latent [tokens, kv_lora_rank] and
-        the rotated key [tokens, rope]; then what `Indexer.projector` gives, if there is one."""
-        norm = self.model.layers.input_layernorm.bind(index.layer)
+        """The updated residual stream; queries of local heads [tokens, heads, values], the KV
+        latent [tokens, kv_lora_rank] and the rotated key [tokens, rope]; then what
+        `Indexer.projector` gives, if there is one."""
+        norm = self.model.layers.input_layernorm.bind_residual(index.layer)
         attention = self.model.layers.self_attn
         project = attention.projector(index.layer, self.geometry.row_format)
 
-        def project_tile(hidden: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
-            rows = norm(hidden)
-            query_latent, query, kv_latent, k_pe = project(rows, cos, sin)
+        def project_tile(hidden: Array, update: Array, *angles: Array) -> tuple[Array, ...]:
+            hidden, rows = norm(hidden, update)
+            query_latent, query, kv_latent, k_pe = project(rows, *angles)
             if self.geometry.row_format.kind == "fp8":
                 kv_latent = kv_latent.astype(jnp.float32)  # quantised before it is rounded
-            indexed = indexer(rows, query_latent, cos, sin) if indexer is not None else ()
-            return query, kv_latent, k_pe, *indexed
+            indexed = indexer(rows, query_latent, *angles) if indexer is not None else ()
+            return hidden, query, kv_latent, k_pe, *indexed
 
-        return map_rows(project_tile, hidden, self.cos, self.sin)
+        return map_rows(project_tile, hidden, update, self.cos, self.sin)
 
     @jax.named_scope("append")
     def append(
@@ -288,34 +296,42 @@ class Forward:
         return lax.psum(map_rows(project, attended, axis=1), MESH_AXIS)
 
     def mlp(
-        self, index: LayerIndex, hidden: Float[Array, "tokens hidden"]
-    ) -> Float[Array, "tokens hidden"]:
-        """The dense MLP or the experts of a layer."""
-        return run_mlp(index, partial(self._experts, index), partial(self._dense, index), hidden)
+        self,
+        index: LayerIndex,
+        hidden: Float[Array, "tokens hidden"],
+        update: Float[Array, "tokens hidden"],
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The dense MLP or the experts of a layer: the updated residual stream, and the update that
+        they make to it."""
+        experts, dense = partial(self._experts, index), partial(self._dense, index)
+        return run_mlp(index, experts, dense, (hidden, update))
 
     @jax.named_scope("dense")
-    def _dense(
-        self, index: LayerIndex, hidden: Float[Array, "tokens hidden"]
-    ) -> Float[Array, "tokens hidden"]:
-        norm = self.model.layers.post_attention_layernorm.bind(index.layer)
+    def _dense(self, index: LayerIndex, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        norm = self.model.layers.post_attention_layernorm.bind_residual(index.layer)
         mlp = self.model.layers.dense_mlp.bind(index.mlp_layer)
-        return lax.psum(map_rows(lambda rows: mlp(norm(rows)), hidden), MESH_AXIS)
+
+        def run_tile(hidden: Array, update: Array) -> tuple[Array, Array]:
+            hidden, rows = norm(hidden, update)
+            return hidden, mlp(rows)
+
+        hidden, update = map_rows(run_tile, *state)
+        return hidden, lax.psum(update, MESH_AXIS)
 
     @jax.named_scope("experts")
-    def _experts(
-        self, index: LayerIndex, hidden: Float[Array, "tokens hidden"]
-    ) -> Float[Array, "tokens hidden"]:
+    def _experts(self, index: LayerIndex, state: tuple[Array, Array]) -> tuple[Array, Array]:
         moe = self.model.layers.moe
-        norm = self.model.layers.post_attention_layernorm.bind(index.layer)
+        norm = self.model.layers.post_attention_layernorm.bind_residual(index.layer)
         score = moe.gate.bind(index.mlp_layer)
 
-        def score_tile(hidden: Array) -> tuple[Array, Array]:
-            rows = norm(hidden)
-            return rows, score(rows)
+        def score_tile(hidden: Array, update: Array) -> tuple[Array, Array, Array]:
+            hidden, rows = norm(hidden, update)
+            return hidden, rows, score(rows)
 
-        rows, scores = map_rows(score_tile, hidden)
+        hidden, rows, scores = map_rows(score_tile, *state)
         kind = self.batch.kind
-        return lax.psum(moe.run(index.mlp_layer, rows, scores, self.positions, kind), MESH_AXIS)
+        update = moe.run(index.mlp_layer, rows, scores, self.positions, kind)
+        return hidden, lax.psum(update, MESH_AXIS)
 
 
 def head_logits(model: GLMModel, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:

@@ -21,7 +21,7 @@ from glm53.model.step_batch import StepBatch
 from kvcache.device.resolve import ScoreSummary, summarize_scores
 from kvcache.device.store import MESH_AXIS, KVStore
 from kvcache.geometry import KVGeometry
-from pallas_kernels.common.product import matmul, take
+from pallas_kernels.common.product import take
 from pallas_kernels.index_scores import MAX_SEQUENCES, batched_index_scores
 from pallas_kernels.select_topk import merge_topk, select_topk
 
@@ -77,7 +77,7 @@ class Indexer(nnx.Module):
         """
         config = self.config
         wq_b, wk, norm = (part.bind(index_layer) for part in (self.wq_b, self.wk, self.k_norm))
-        head_matrix = self.weights_proj.matrix(index_layer).astype(jnp.float32)
+        weigh_heads = self.weights_proj.bind(index_layer, dtype=jnp.float32)
         scale = (config.index_n_heads * config.index_head_dim) ** -0.5
 
         def rotate(values: Array, cos: Array, sin: Array) -> Array:
@@ -88,7 +88,7 @@ class Indexer(nnx.Module):
             rows: Array, query_latent: Array, cos: Array, sin: Array
         ) -> tuple[Array, Array, Array]:
             query = wq_b(query_latent).reshape(-1, config.index_n_heads, config.index_head_dim)
-            head_weights = matmul(rows.astype(jnp.float32), head_matrix) * scale
+            head_weights = weigh_heads(rows) * scale
             return rotate(query, cos, sin), head_weights, rotate(norm(wk(rows)), cos, sin)
 
         return project

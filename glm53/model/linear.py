@@ -15,7 +15,8 @@ from glm53.model.config import FP8_BLOCK, GLMConfig
 from glm53.model.layer_plan import Index
 from glm53.model.sharding import RULES, LogicalAxes
 from kvcache.device.store import MESH_AXIS
-from pallas_kernels.common.product import dequantize, matmul, round_to_e4m3, take
+from pallas_kernels.matmul import MatrixStack, bind
+from pallas_kernels.rms_norm import NormedRows, rms_norm
 
 RowFunction = Callable[[Float[Array, "*rows inputs"]], Float[Array, "*rows outputs"]]
 """Function of token rows."""
@@ -58,28 +59,25 @@ class Linear(nnx.Module):
         self.compute_dtype = config.compute_dtype
         self.rounds_inputs = quantized and config.activation_quantization == "fp8_1x128"
 
-    def matrix(self, *index: Index) -> Float[Array, "outputs inputs"]:
-        """This device's part of one matrix, in the compute dtype."""
-        weight = take(self.weight[...], *index)
-        if self.scale is None:
-            return weight
-        scale = take(self.scale[...], *index)
-        outputs, inputs = (
-            lax.axis_index(MESH_AXIS) * size if RULES[axis] else 0
-            for axis, size in zip(self.axes, weight.shape, strict=True)
+    @property
+    def stack(self) -> MatrixStack:
+        """This device's part of all matrices."""
+        output_part, input_part = (
+            lax.axis_index(MESH_AXIS) if RULES[axis] else None for axis in self.axes
         )
-        return dequantize(weight, scale, (outputs, inputs), self.compute_dtype)
+        return MatrixStack(
+            weight=self.weight[...],
+            scale=None if self.scale is None else self.scale[...],
+            dtype=jnp.dtype(self.compute_dtype),
+            round_inputs=self.rounds_inputs,
+            output_part=output_part,
+            input_part=input_part,
+        )
 
-    def bind(self, *index: Index) -> RowFunction:
-        """A function from rows [..., inputs] to rows [..., outputs] in the rows' dtype."""
-        matrix = self.matrix(*index)
-
-        def apply(rows: jax.Array) -> jax.Array:
-            if self.rounds_inputs:
-                rows = round_to_e4m3(rows)
-            return matmul(rows, matrix).astype(rows.dtype)
-
-        return apply
+    def bind(self, *index: Index, dtype: jax.typing.DTypeLike | None = None) -> RowFunction:
+        """A function from rows [..., inputs] to rows [..., outputs] in a dtype, the rows' if left
+        out."""
+        return bind(self.stack, *index, dtype=dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -93,12 +91,22 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def bind(self, *index: Index) -> RowFunction:
-        """A function that normalises rows along their last axis."""
-        weight = take(self.weight[...], *index)
+        """A function that normalises rows."""
+        norm = self._bind(index)
+        return lambda rows: norm(rows, None).rows
 
-        def apply(rows: jax.Array) -> jax.Array:
-            values = rows.astype(jnp.float32)
-            mean_square = jnp.mean(values * values, axis=-1, keepdims=True)
-            return (values * lax.rsqrt(mean_square + self.eps)).astype(rows.dtype) * weight
+    def bind_residual(self, *index: Index) -> Callable[[Array, Array], tuple[Array, Array]]:
+        """A function from rows and what is added to them to their sum, and the sum normalised."""
+        norm = self._bind(index)
+
+        def apply(rows: Array, update: Array) -> tuple[Array, Array]:
+            normed = norm(rows, update)
+            return normed.residual, normed.rows
 
         return apply
+
+    def _bind(self, index: tuple[Index, ...]) -> Callable[[Array, Array | None], NormedRows]:
+        weights = self.weight[...]
+        weights = weights.reshape(-1, weights.shape[-1])
+        layer = index[0] if index else 0
+        return lambda rows, update: rms_norm(rows, update, weights, layer, self.eps)

@@ -16,8 +16,8 @@ from glm53.model.layer_plan import Index
 from glm53.model.linear import Linear, RowFunction
 from glm53.model.sharding import RULES
 from kvcache.device.store import MESH_AXIS
-from pallas_kernels.common.product import matmul, take
-from pallas_kernels.experts import GatedStack, MatrixStack, StepKind, route, run_experts
+from pallas_kernels.experts import ExpertMatrices, GatedStack, StepKind, route, run_experts
+from pallas_kernels.matmul import MatrixStack, bind, bind_together
 
 _INTERMEDIATE = "expert_intermediate"
 
@@ -33,11 +33,12 @@ class GatedMLP(nnx.Module):
 
     def bind(self, *index: Index) -> RowFunction:
         """A function from rows [t, hidden] to this device's part of their outputs."""
-        parts = (self.gate_proj, self.up_proj, self.down_proj)
-        gate, up, down = (part.bind(*index) for part in parts)
+        first = bind_together([self.gate_proj.stack, self.up_proj.stack], [index, index])
+        down = self.down_proj.bind(*index)
 
         def apply(rows: Array) -> Array:
-            return down(jax.nn.silu(gate(rows)) * up(rows))
+            gate, up = first(rows)
+            return down(jax.nn.silu(gate) * up)
 
         return apply
 
@@ -46,7 +47,7 @@ class GatedMLP(nnx.Module):
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         return GatedStack(
             *(
-                MatrixStack(part.weight[...], None if part.scale is None else part.scale[...])
+                ExpertMatrices(part.weight[...], None if part.scale is None else part.scale[...])
                 for part in parts
             )
         )
@@ -68,12 +69,9 @@ class Router(nnx.Module):
 
     def bind(self, layer: Index) -> Callable[[Array], Array]:
         """A function from rows [tokens, hidden] to scores [tokens, experts]."""
-        weight = take(self.weight[...], layer).astype(jnp.float32)
-
-        def apply(rows: Array) -> Array:
-            return jax.nn.sigmoid(matmul(rows.astype(jnp.float32), weight))
-
-        return apply
+        stack = MatrixStack(weight=self.weight[...], scale=None, dtype=self.weight[...].dtype)
+        score = bind(stack, layer, dtype=jnp.float32)
+        return lambda rows: jax.nn.sigmoid(score(rows))
 
 
 class MixtureOfExperts(nnx.Module):

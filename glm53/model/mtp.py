@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
-from glm53.model.forward import Forward, LayerState, Selection
+from glm53.model.forward import Forward, Selection
 from glm53.model.layer_plan import layer_indices
 from glm53.model.params import GLMModel
 from glm53.model.step_batch import StepBatch
@@ -51,15 +51,16 @@ class MTPLayer:
             Normalised outputs, from which the next token's logits follow; the store; the selection.
         """
         enorm, hnorm = self.head.enorm.bind(), self.head.hnorm.bind()
-        eh_proj, norm = self.head.eh_proj.bind(), self.head.shared_head_norm.bind()
+        eh_proj, norm = self.head.eh_proj.bind(), self.head.shared_head_norm.bind_residual()
 
         def combine(embedded: Array, hidden: Array) -> Array:
             return eh_proj(jnp.concatenate([enorm(embedded), hnorm(hidden)], axis=-1))
 
         inputs = map_rows(combine, self.forward.embed(token_ids), hidden)
+        state = self.forward.first_state(store, inputs)
         if shared is None:
-            state = LayerState(inputs, store, self.forward.no_selection())
             state = self.forward.full_layer(self.index, state)
         else:
-            state = self.forward.shared_layer(self.index, LayerState(inputs, store, shared))
-        return map_rows(norm, state.hidden), state.store, state.selection
+            state = self.forward.shared_layer(self.index, state._replace(selection=shared))
+        _, outputs = map_rows(norm, state.hidden, state.update)
+        return outputs, state.store, state.selection

@@ -46,7 +46,7 @@ def round_to_e4m3(rows: Float[Array, "*rows width"]) -> Float[Array, "*rows widt
     return (values.astype(jnp.float32) * spread(scale, rows.shape[-1])).astype(rows.dtype)
 
 
-def matmul(
+def multiply(
     rows: Float[Array, "*rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "*rows outputs"]:
     """Product of rows and a matrix stored output-major, accumulated in float32."""

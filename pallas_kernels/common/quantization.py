@@ -4,7 +4,6 @@ DeepSeek-V3 (arXiv:2412.19437), section 3.3.2: activations are rounded to e4m3 i
 values of a row.
 """
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 
 from pallas_kernels.common.pytree import pytree_dataclass
-from pallas_kernels.common.row_format import E4M3_MAX, SCALE_GROUP, quantize_e4m3
+from pallas_kernels.common.row_format import E4M3_MAX, SCALE_GROUP, quantize_e4m3, scale_exponent
 
 LEAST_SCALE = 1e-10 / 448
 """Lower bound of an activation's scale, before it is rounded up to a power of two."""
@@ -71,9 +70,7 @@ def quantize_groups(
     """
     bits = lax.bitcast_convert_type(values, jnp.int32) & jnp.iinfo(jnp.int32).max
     largest = jnp.minimum(jnp.max(jnp.max(bits, axis=-1), axis=-1), _NAN)
-    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).astype(jnp.int32)
-    fraction, least_exponent = math.frexp(least)
-    exponent = jnp.maximum(exponent, least_exponent - (fraction == 0.5) + 127)
+    exponent = scale_exponent(largest, least)
     reciprocal = lax.broadcast_in_dim(
         (254 - exponent) << 23, values.shape, tuple(range(values.ndim - 2))
     )

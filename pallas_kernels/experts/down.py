@@ -28,7 +28,7 @@ from pallas_kernels.experts.block_product import (
     tiled,
     zeros,
 )
-from pallas_kernels.experts.parameters import MatrixStack
+from pallas_kernels.experts.parameters import ExpertMatrices
 from pallas_kernels.experts.tiles import Tiles
 
 _PROMISED = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -113,8 +113,8 @@ def down(
     tiles: Tiles,
     layer: Scalar,
     offset: Scalar,
-    routed: MatrixStack,
-    shared: MatrixStack,
+    routed: ExpertMatrices,
+    shared: ExpertMatrices,
     *,
     num_pairs: int,
     round_inputs: bool,

@@ -6,7 +6,7 @@ from pallas_kernels.common.pytree import pytree_dataclass
 
 
 @pytree_dataclass
-class MatrixStack:
+class ExpertMatrices:
     """Matrices taken where they lie, plain or block-FP8.
 
     Attributes:
@@ -28,6 +28,6 @@ class GatedStack:
         down: [layers, (experts,) hidden, width].
     """
 
-    gate: MatrixStack
-    up: MatrixStack
-    down: MatrixStack
+    gate: ExpertMatrices
+    up: ExpertMatrices
+    down: ExpertMatrices

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.product import dequantize, matmul, round_to_e4m3, take
+from pallas_kernels.common.product import dequantize, multiply, round_to_e4m3, take
 from pallas_kernels.common.row_tiles import ROW_TILE, map_row_tiles
 from pallas_kernels.common.types import Scalar
-from pallas_kernels.experts.parameters import GatedStack, MatrixStack
+from pallas_kernels.experts.parameters import ExpertMatrices, GatedStack
 
 
 def route(
@@ -147,7 +147,7 @@ def _bind(
 ) -> Callable[[Array], Array]:
     """A function from rows to this device's part of an expert's outputs."""
 
-    def bind(matrices: MatrixStack, starts: tuple[Scalar, Scalar]) -> Callable[[Array], Array]:
+    def bind(matrices: ExpertMatrices, starts: tuple[Scalar, Scalar]) -> Callable[[Array], Array]:
         matrix = take(matrices.weight, *index)
         if matrices.scale is not None:
             matrix = dequantize(matrix, take(matrices.scale, *index), starts, dtype)
@@ -155,7 +155,7 @@ def _bind(
         def apply(rows: Array) -> Array:
             if round_inputs:
                 rows = round_to_e4m3(rows)
-            return matmul(rows, matrix).astype(rows.dtype)
+            return multiply(rows, matrix).astype(rows.dtype)
 
         return apply
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.pytree import make_unchecked
 from pallas_kernels.experts.operation import StepKind
-from pallas_kernels.experts.parameters import GatedStack, MatrixStack
+from pallas_kernels.experts.parameters import ExpertMatrices, GatedStack
 
 _BLOCK = 128
 
@@ -68,12 +68,12 @@ class ExpertSpec:
         return self._stack()
 
     def _stack(self, *experts: int) -> GatedStack:
-        def matrix(outputs: int, inputs: int, blocks: tuple[int, int]) -> MatrixStack:
+        def matrix(outputs: int, inputs: int, blocks: tuple[int, int]) -> ExpertMatrices:
             dtype = jnp.float8_e4m3fn if self.quantized else jnp.bfloat16
             weight = jax.ShapeDtypeStruct((self.layers, *experts, outputs, inputs), dtype)
             scale = jax.ShapeDtypeStruct((self.layers, *experts, *blocks), jnp.float32)
             return make_unchecked(
-                MatrixStack, weight=weight, scale=scale if self.quantized else None
+                ExpertMatrices, weight=weight, scale=scale if self.quantized else None
             )
 
         inputs, values = (-(-size // _BLOCK) for size in (self.hidden, self.width * self.parts))
@@ -111,16 +111,16 @@ SPECS = {
 def random_parameters(spec: ExpertSpec, rng: np.random.Generator) -> tuple[GatedStack, GatedStack]:
     """Routed and shared experts whose outputs are about as large as their inputs."""
 
-    def draw(matrix: MatrixStack) -> MatrixStack:
+    def draw(matrix: ExpertMatrices) -> ExpertMatrices:
         shape, size = (
             matrix.weight.shape,
             40.0 if spec.quantized else matrix.weight.shape[-1] ** -0.5,
         )
         weight = jnp.asarray(rng.standard_normal(shape) * size, matrix.weight.dtype)
         if matrix.scale is None:
-            return MatrixStack(weight, None)
+            return ExpertMatrices(weight, None)
         scale = rng.uniform(0.5, 1.5, matrix.scale.shape) / size * shape[-1] ** -0.5
-        return MatrixStack(weight, jnp.asarray(scale, jnp.float32))
+        return ExpertMatrices(weight, jnp.asarray(scale, jnp.float32))
 
     def stack(shapes: GatedStack) -> GatedStack:
         return GatedStack(draw(shapes.gate), draw(shapes.up), draw(shapes.down))

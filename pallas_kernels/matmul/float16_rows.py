@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.quantization import LEAST_SCALE
 from pallas_kernels.common.row_format import scale_exponent
 from pallas_kernels.common.types import Ref
-from pallas_kernels.matmul.reference import LEAST_ROW_SCALE
 
 _BIAS = 127  # of a float32's exponent field
 _LARGEST = 14  # exponent of a row's largest value in float16, which ends below 2**16
@@ -24,7 +24,7 @@ def convert_rows(rows: Ref, round_to_e4m3: bool) -> Float[Array, " rows"]:
 
     Args:
         rows: float16 [rows, width] that holds the bits of bfloat16 values, in shared memory.
-        round_to_e4m3: rounds them on the way, as `reference.round_to_e4m3` does.
+        round_to_e4m3: rounds them on the way, as `common.product.round_to_e4m3` does.
 
     Returns:
         By what each row is to be multiplied to give its former values; NaN of a row that has one,
@@ -34,7 +34,7 @@ def convert_rows(rows: Ref, round_to_e4m3: bool) -> Float[Array, " rows"]:
     values = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
     largest = lax.bitcast_convert_type(jnp.max(jnp.abs(values), axis=1), jnp.int32)
     if round_to_e4m3:
-        exponent = scale_exponent(largest, LEAST_ROW_SCALE)
+        exponent = scale_exponent(largest, LEAST_SCALE)
     else:
         exponent = jnp.maximum((largest >> 23) - _LARGEST, 1)
     reciprocal = lax.bitcast_convert_type((2 * _BIAS - exponent) << 23, jnp.float32)

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.common.pytree import pytree_dataclass, static
-from pallas_kernels.common.types import Scalar
 
 Part = Int[Array, ""] | int | None
 """Number of a device's part of an axis that is divided evenly; None of an axis that is whole."""
@@ -46,10 +44,3 @@ class MatrixStack:
     def inputs(self) -> int:
         """Inputs of this part."""
         return self.weight.shape[-1]
-
-
-def take(stack: Shaped[Array, "..."], *index: Scalar) -> Shaped[Array, "..."]:
-    """The entry of a stack at the given leading indices, as one slice."""
-    starts = (*index, *[0] * (stack.ndim - len(index)))
-    sizes = (*[1] * len(index), *stack.shape[len(index) :])
-    return lax.dynamic_slice(stack, starts, sizes).reshape(sizes[len(index) :])

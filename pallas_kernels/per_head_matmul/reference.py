@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.common.types import Scalar
 from pallas_kernels.matmul.matrix_stack import MatrixStack
-from pallas_kernels.matmul.reference import dequantize
+from pallas_kernels.matmul.reference import dequantized
 
 HeadsFunction = Callable[
     [Float[Array, "tokens heads width"]], Float[Array, "tokens heads products"]
@@ -37,7 +37,7 @@ def bind(
     stack: MatrixStack, index: tuple[Scalar, ...], taken: HeadRows, transpose: bool
 ) -> HeadsFunction:
     """`operation.bind`; dequantises the matrix once."""
-    matrices = dequantize(stack, *index).reshape(-1, taken.per_head, stack.inputs)
+    matrices = dequantized(stack, *index).reshape(-1, taken.per_head, stack.inputs)
     matrices = matrices[:, taken.first : taken.first + taken.count]
 
     def apply(rows: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from glm53.model.sharding import make_mesh
 from pallas_kernels.common.pytree import make_unchecked
-from pallas_kernels.experts import GatedStack, MatrixStack, route, run_experts
+from pallas_kernels.experts import ExpertMatrices, GatedStack, route, run_experts
 from pallas_kernels.experts.specs import SPECS, ExpertSpec
 from scripts.aot.aot import CompileReport, compile_for_h200
 from tests.aot.slabs import SHARED_BYTES, argument, integers
@@ -92,7 +92,7 @@ def test_eight_devices() -> None:
         outputs = PartitionSpec(*[None] * (rank - 2), "model")
         inputs = PartitionSpec(*[None] * (rank - 1), "model")
         matrices = (
-            make_unchecked(MatrixStack, weight=weight, scale=everywhere)
+            make_unchecked(ExpertMatrices, weight=weight, scale=everywhere)
             for weight in (outputs, outputs, inputs)
         )
         return GatedStack(*matrices)

@@ -18,6 +18,7 @@ from glm53.model.sharding import make_mesh, parameter_specs
 from pallas_kernels.common.product import round_to_e4m3
 from pallas_kernels.common.row_tiles import ROW_TILE
 from pallas_kernels.experts.reference import ExpertDispatch
+from pallas_kernels.matmul.reference import dequantized
 
 pytestmark = pytest.mark.compiles
 
@@ -93,7 +94,7 @@ def test_fp8_blocks_that_straddle_devices(num_devices: int) -> None:
         linear.scale.set_value(scale)
         graph, params = nnx.split(linear)
         sharded = jax.shard_map(
-            lambda params, graph=graph: nnx.merge(graph, params).matrix(1),
+            lambda params, graph=graph: dequantized(nnx.merge(graph, params).stack, 1),
             mesh=make_mesh(num_devices),
             in_specs=(parameter_specs(params),),
             out_specs=PartitionSpec(*("model" if axis == "heads" else None for axis in axes)),

@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.implementation import Implementation
 from pallas_kernels.common.product import dequantize, round_to_e4m3
 from pallas_kernels.experts import (
+    ExpertMatrices,
     GatedStack,
-    MatrixStack,
     down,
     gate_up,
     operation,
@@ -119,7 +119,7 @@ def test_rounded_inputs() -> None:
     results = down.down(drawn_values, *where, routed.down, shared.down, num_pairs=10, **how)
 
     def product(
-        inputs: jax.Array, stack: MatrixStack, start: tuple[int, int], index: tuple
+        inputs: jax.Array, stack: ExpertMatrices, start: tuple[int, int], index: tuple
     ) -> np.ndarray:
         assert stack.scale is not None
         matrix = dequantize(stack.weight[index], stack.scale[index], start, jnp.float32)

@@ -11,7 +11,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.implementation import Implementation
-from pallas_kernels.matmul import MatrixStack, bind_together, mosaic_gpu, plan, round_to_e4m3
+from pallas_kernels.common.product import round_to_e4m3
+from pallas_kernels.matmul import MatrixStack, bind_together, mosaic_gpu, plan
 from pallas_kernels.matmul.specs import SPECS, random_rows, random_stacks
 from tests.helpers.bits import assert_same_bits
 
