@@ -29,20 +29,14 @@ def test_in_place(compiled: tuple[DecodeStep, CompileReport]) -> None:
     assert report.host.temp_bytes == 0
     assert report.host_parameters == ("store.host.slab",)
     assert copies_of_arguments(step, report) == []
-    assert report.device.temp_bytes < 256 << 20
+    assert report.device.temp_bytes < 32 << 20
     assert report.rematerialized == ()
 
 
 def test_copies(compiled: tuple[DecodeStep, CompileReport]) -> None:
-    """Activations that are copied or change their layout, but for attention's, which is no kernel
-    yet: two loops over layers turn what it gives by device, and its loop fills a copy of zeros."""
+    """Activations that are copied or change their layout."""
     _, report = compiled
-    turned = [copy for copy in report.copies if " transpose(" in copy]
-    assert len(turned) <= 2
-    assert all("f32[8,1,32,8,512]" in copy and "/attend/" in copy for copy in turned)
-    others = [copy for copy in report.copies if copy not in turned]
-    assert len(others) <= 1
-    assert all(" = f32[32,64,512]" in copy and " copy(" in copy for copy in others)
+    assert report.copies == []
 
 
 def test_nothing_is_read_back(compiled: tuple[DecodeStep, CompileReport]) -> None:
@@ -62,13 +56,35 @@ def test_launches_by_part(compiled: tuple[DecodeStep, CompileReport]) -> None:
     assert parts["output"]["all-to-all"] == report.launch_counts["all-to-all"]
 
 
-def test_kernels(compiled: tuple[DecodeStep, CompileReport]) -> None:
-    """An operation on the store that is not its kernel, or a kernel that spills."""
+def test_launches(compiled: tuple[DecodeStep, CompileReport]) -> None:
+    """A part of a layer that takes more launches than it did; rows that are computed one by one."""
     _, report = compiled
-    names = "append_rows fetch_rows index_scores resolve_rows select_topk stage_pages stage_rows"
+    parts = {part: kinds.total() for part, kinds in launches_by_part(report).items()}
+    # Two full layers and two shared ones, of which two have experts.
+    bounds = {
+        "project": 64,
+        "append": 8,
+        "select": 40,
+        "resolve": 58,
+        "attend": 10,
+        "output": 28,
+        "experts": 20,
+        "dense": 10,
+        "other": 42,
+    }
+    assert {part: count for part, count in parts.items() if count > bounds[part]} == {}
+
+
+def test_kernels(compiled: tuple[DecodeStep, CompileReport]) -> None:
+    """An operation that is not its kernel, or a kernel that spills."""
+    _, report = compiled
+    names = (
+        "append_rows index_scores matmul per_head_matmul resolve_rows rms_norm select_topk"
+        " sparse_attention stage_pages stage_rows"
+    )
     experts = {f"experts_{part}" for part in ("route", "tiles", "gate_up", "down", "combine")}
     assert {kernel.name for kernel in report.kernels} == {*names.split(), *experts}
     assert all(kernel.spilled_bytes == 0 for kernel in report.kernels)
-    # Four layers attend, two of which select; 32 rows are attended to one by one.
-    assert report.launch_counts["fetch_rows"] == 4 * 32
+    # Four layers attend, two of which select.
+    assert report.launch_counts["sparse_attention"] == 4
     assert report.launch_counts["stage_rows"] == report.launch_counts["index_scores"] == 2
