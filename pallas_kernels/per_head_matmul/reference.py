@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.row_tiles import ROW_TILE, map_row_tiles
 from pallas_kernels.common.types import Scalar
 from pallas_kernels.matmul.matrix_stack import MatrixStack
 from pallas_kernels.matmul.reference import dequantized
@@ -40,7 +41,7 @@ def bind(
     matrices = dequantized(stack, *index).reshape(-1, taken.per_head, stack.inputs)
     matrices = matrices[:, taken.first : taken.first + taken.count]
 
-    def apply(rows: jax.Array) -> jax.Array:
+    def multiply(rows: jax.Array) -> jax.Array:
         product = lax.dot_general(
             rows.astype(jnp.float32),
             matrices.astype(jnp.float32),
@@ -48,5 +49,8 @@ def bind(
             precision=lax.Precision.HIGHEST,
         )
         return product.transpose(1, 0, 2).astype(rows.dtype)
+
+    def apply(rows: jax.Array) -> jax.Array:
+        return multiply(rows) if rows.shape[0] <= ROW_TILE else map_row_tiles(multiply, rows)
 
     return apply

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.common.implementation import Implementation, run
@@ -42,9 +43,16 @@ def rms_norm(
         implementation,
         functools.partial(reference.rms_norm, **sizes),
         functools.partial(mosaic_gpu.rms_norm, **sizes),
-        unsupported_width(rows.shape[1]),
+        _unsupported(rows),
         rows,
         update,
         weights,
         layer,
     )
+
+
+def _unsupported(rows: Float[Array, "tokens width"]) -> str | None:
+    """Why the kernel cannot normalise rows, None if it can."""
+    if rows.dtype != jnp.bfloat16:
+        return f"rows of {rows.dtype}, not bfloat16"
+    return unsupported_width(rows.shape[1])
