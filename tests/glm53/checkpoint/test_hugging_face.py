@@ -23,6 +23,7 @@ from glm53.model.config import GLMConfig
 from glm53.model.linear import Linear
 from glm53.model.params import abstract_model
 from glm53.model.sharding import make_mesh, parameter_specs, partition_spec
+from pallas_kernels.matmul.reference import dequantized
 from tests.glm53.checkpoint.test_safetensors_file import HEADER, JSON, frame
 from tests.helpers.golden import GOLDEN, golden_config, golden_params
 from tests.helpers.peak_memory import MIB, run_script
@@ -217,7 +218,10 @@ def test_dequantised_matrices(num_devices: int, tmp_path: Path) -> None:
     def dequantise(params: nnx.State) -> dict[str, jax.Array]:
         model = nnx.merge(graph, params)
         found = dict(nnx.iter_graph(model))
-        return {name: found[path[:-1]].matrix(*place) for name, (path, place) in places.items()}
+        return {
+            name: dequantized(found[path[:-1]].stack, *place)
+            for name, (path, place) in places.items()
+        }
 
     matrices = jax.jit(
         jax.shard_map(
