@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
 from glm53.model.linear import Linear, RMSNorm
 from glm53.model.rope import apply_rope
+from pallas_kernels.per_head_matmul import HeadRows, HeadsFunction
+from pallas_kernels.per_head_matmul import bind as bind_heads
 from pallas_kernels.sparse_attention import merge_attention
 
 
@@ -61,13 +62,14 @@ class Attention(nnx.Module):
         )
         self.config = config
 
-    def _up_projections(
-        self, layer: Index
-    ) -> tuple[Float[Array, "heads nope latent"], Float[Array, "heads v latent"]]:
-        """W_UK and W_UV: per local head, latent to key and latent to value."""
+    def _absorbed(self, layer: Index, *, keys: bool) -> HeadsFunction:
+        """Each local head's product with W_UK, of keys, or with W_UV, of latents."""
         nope, value = self.config.qk_nope_head_dim, self.config.v_head_dim
-        both = self.kv_b_proj.matrix(layer).reshape(-1, nope + value, self.config.kv_lora_rank)
-        return both[:, :nope], both[:, nope:]
+        taken = HeadRows(nope + value, 0, nope) if keys else HeadRows(nope + value, nope, value)
+        # Rows come in tiles of eight, for each of which a kernel would read the weights.
+        return bind_heads(
+            self.kv_b_proj.stack, layer, taken=taken, transpose=keys, implementation="reference"
+        )
 
     def projector(self, layer: Index) -> Callable[[Array, Array, Array], Projected]:
         """A function from normalised rows [tokens, hidden], cosines and sines to `Projected`."""
@@ -76,13 +78,13 @@ class Attention(nnx.Module):
             part.bind(layer) for part in (self.q_a_proj, self.q_a_layernorm, self.q_b_proj)
         )
         kv_a, kv_norm = self.kv_a_proj_with_mqa.bind(layer), self.kv_a_layernorm.bind(layer)
-        w_uk, _ = self._up_projections(layer)
+        to_latent = self._absorbed(layer, keys=True)
 
         def project(rows: Array, cos: Array, sin: Array) -> Projected:
             query_latent = q_norm(q_a(rows))
             query = q_b(query_latent).reshape(rows.shape[0], -1, config.qk_head_dim)
             q_nope, q_pe = jnp.split(query, [config.qk_nope_head_dim], axis=-1)
-            q_latent, q_pe = _per_head(q_nope, w_uk, contract=1), apply_rope(q_pe, cos, sin)
+            q_latent, q_pe = to_latent(q_nope), apply_rope(q_pe, cos, sin)
             kv_latent, k_pe = jnp.split(kv_a(rows), [config.kv_lora_rank], axis=-1)
             return Projected(
                 query_latent,
@@ -98,25 +100,12 @@ class Attention(nnx.Module):
         and its log-sum-exps [devices, tokens, heads] to this device's part of the output
         [tokens, hidden]."""
         o_proj = self.o_proj.bind(layer)
-        _, w_uv = self._up_projections(layer)
+        to_value = self._absorbed(layer, keys=False)
         dtype = self.config.compute_dtype
 
         def project(attn_output: Array, lse: Array) -> Array:
             latent = merge_attention(attn_output, lse).astype(dtype)
-            values = _per_head(latent, w_uv, contract=2)
+            values = to_value(latent)
             return o_proj(values.reshape(values.shape[0], -1))
 
         return project
-
-
-def _per_head(
-    rows: Float[Array, "tokens heads width"], matrices: Float[Array, "heads _ _"], contract: int
-) -> Float[Array, "tokens heads _"]:
-    """Each head's rows times its matrix, contracted over axis `contract` of the matrices."""
-    product = lax.dot_general(
-        rows.astype(jnp.float32),
-        matrices.astype(jnp.float32),
-        (((2,), (contract,)), ((1,), (0,))),
-        precision=lax.Precision.HIGHEST,
-    )
-    return product.transpose(1, 0, 2).astype(rows.dtype)

@@ -15,13 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
-from glm53.model.linear import Linear, matmul, take
+from glm53.model.linear import Linear
 from glm53.model.rope import apply_rope
 from glm53.model.step_batch import StepBatch
 from kvcache.device.resolve import ScoreSummary, summarize_scores
 from kvcache.device.store import MESH_AXIS, KVStore
 from kvcache.geometry import KVGeometry
 from pallas_kernels.index_scores import MAX_SEQUENCES, batched_index_scores
+from pallas_kernels.matmul import multiply, take
 from pallas_kernels.select_topk import merge_topk, select_topk
 
 _KEY_NORM_EPS = 1e-6
@@ -87,7 +88,7 @@ class Indexer(nnx.Module):
             rows: Array, query_latent: Array, cos: Array, sin: Array
         ) -> tuple[Array, Array, Array]:
             query = wq_b(query_latent).reshape(-1, config.index_n_heads, config.index_head_dim)
-            head_weights = matmul(rows.astype(jnp.float32), head_matrix) * scale
+            head_weights = multiply(rows.astype(jnp.float32), head_matrix) * scale
             return rotate(query, cos, sin), head_weights, rotate(norm(wk(rows)), cos, sin)
 
         return project

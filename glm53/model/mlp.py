@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
-from glm53.model.linear import Linear, RowFunction, matmul, take
+from glm53.model.linear import Linear, RowFunction
 from glm53.model.row_tiles import ROW_TILE, map_row_tiles
+from pallas_kernels.matmul import multiply, take
 
 
 class GatedMLP(nnx.Module):
@@ -58,7 +59,7 @@ class Router(nnx.Module):
         bias = take(self.e_score_correction_bias[...], layer)
 
         def apply(rows: Array) -> tuple[Array, Array]:
-            scores = jax.nn.sigmoid(matmul(rows.astype(jnp.float32), weight))
+            scores = jax.nn.sigmoid(multiply(rows.astype(jnp.float32), weight))
             _, experts = lax.top_k(scores + bias, self.config.num_experts_per_tok)
             weights = jnp.take_along_axis(scores, experts, axis=-1)
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)

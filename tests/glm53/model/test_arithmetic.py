@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from glm53.model.linear import Linear, round_to_e4m3
+from glm53.model.linear import Linear
 from glm53.model.mlp import ExpertDispatch
 from glm53.model.presets import preset
 from glm53.model.rope import apply_rope, rope_angles
 from glm53.model.row_tiles import ROW_TILE
 from glm53.model.sharding import make_mesh, parameter_specs
+from pallas_kernels.matmul import round_to_e4m3
 
 pytestmark = pytest.mark.compiles
 

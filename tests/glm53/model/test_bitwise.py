@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53.model.linear import matmul
 from glm53.model.row_tiles import ROW_TILE, map_row_tiles
+from pallas_kernels.matmul import multiply
 from tests.helpers.random_models import micro_config, preset_params, random_tokens
 from tests.helpers.session import Session
 
@@ -145,7 +145,7 @@ def test_row_tiles(num_rows: int) -> None:
     rng = np.random.default_rng(num_rows)
     rows = rng.standard_normal((num_rows, 96), np.float32)
     matrix = jnp.asarray(rng.standard_normal((160, 96), np.float32))
-    product = jax.jit(lambda rows: map_row_tiles(lambda tile: matmul(tile, matrix), rows))
+    product = jax.jit(lambda rows: map_row_tiles(lambda tile: multiply(tile, matrix), rows))
     together = product(rows)
     alone = [product(row[None])[0] for row in rows]
     np.testing.assert_array_equal(np.asarray(together), np.stack(alone))
