@@ -1,4 +1,4 @@
-"""Conversion of rows in shared memory from bfloat16 to float16, in which e4m3 weights are exact.
+"""Conversion of rows from bfloat16 to float16, in which e4m3 weights are exact.
 
 A row of a block of inputs is scaled by a power of two, so that it lies in float16's range.
 """
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.quantization import LEAST_SCALE
-from pallas_kernels.common.row_format import scale_exponent
+from pallas_kernels.common.row_format import SCALE_GROUP, scale_exponent, spread
 from pallas_kernels.common.types import Ref
 
 _BIAS = 127  # of a float32's exponent field
@@ -36,12 +36,37 @@ def convert_rows(rows: Ref, round_to_e4m3: bool) -> Float[Array, " rows"]:
     if round_to_e4m3:
         exponent = scale_exponent(largest, LEAST_SCALE)
     else:
-        exponent = jnp.maximum((largest >> 23) - _LARGEST, 1)
+        exponent = float16_exponent(largest)
     reciprocal = lax.bitcast_convert_type((2 * _BIAS - exponent) << 23, jnp.float32)
     scaled = values * lax.broadcast_in_dim(reciprocal, values.shape, (0,))
     if round_to_e4m3:
         scaled = scaled.astype(jnp.float8_e4m3fn)
     rows[...] = scaled.astype(jnp.float16)
+    return finite_factor(exponent, largest)
+
+
+def float16_rows(
+    rows: Float[Array, "tokens inputs"],
+) -> tuple[Float[Array, "tokens inputs"], Float[Array, "tokens groups"]]:
+    """Rows converted before a kernel, and their factors per group of 128 inputs."""
+    values = rows.astype(jnp.float32)
+    groups = jnp.abs(values).reshape(rows.shape[0], -1, SCALE_GROUP)
+    largest = lax.bitcast_convert_type(jnp.max(groups, axis=-1), jnp.int32)
+    exponent = float16_exponent(largest)
+    reciprocal = lax.bitcast_convert_type((2 * _BIAS - exponent) << 23, jnp.float32)
+    scaled = values * spread(reciprocal, rows.shape[1])
+    return scaled.astype(jnp.float16), finite_factor(exponent, largest)
+
+
+def float16_exponent(largest: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+    """Exponent field of the factor of a row, of the bits of its largest value."""
+    return jnp.maximum((largest >> 23) - _LARGEST, 1)
+
+
+def finite_factor(
+    exponent: Int[Array, "*rows"], largest: Int[Array, "*rows"]
+) -> Float[Array, "*rows"]:
+    """The factor of an exponent field; NaN of a row whose largest value is not finite."""
     factor = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     return jnp.where(largest < jnp.int32(0xFF << 23), factor, jnp.nan)
 

@@ -141,6 +141,10 @@ class Matrix:
         """A part of the weights."""
         return self.weights.at[(*self.index, pl.ds(row, rows), pl.ds(column, columns))]
 
+    def rows(self, row: Scalar, rows: int) -> Ref:
+        """Some rows of the weights."""
+        return self.weights.at[(*self.index, pl.ds(row, rows))]
+
     def block_scale(self, row: Scalar, column: Scalar) -> jax.Array:
         """Scale of the block that holds a weight."""
         first_row, first_column = self.first_blocks
@@ -238,12 +242,13 @@ class _Work:
             if scale is not None:
                 self._convert_rows(slot)
             product = self._multiply(slot)
-            pl.when(step + plan.slots < count)(lambda: self._fetch(step + plan.slots))
             if scale is not None:
                 product = product * lax.broadcast_in_dim(
                     load_factors(self.factors.at[self.number]) * scale, product.shape, (1,)
                 )
-            return total + product
+            total = total + product  # before copies begin, which take registers
+            pl.when(step + plan.slots < count)(lambda: self._fetch(step + plan.slots))
+            return total
 
         zeros = jnp.zeros((ROWS, plan.tokens_together), jnp.float32)
         return lax.fori_loop(0, count, add, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.common import implementation as implementations
 from pallas_kernels.common.implementation import Implementation
 from pallas_kernels.common.types import Scalar
+from pallas_kernels.matmul import many_rows as many_rows_kernel
 from pallas_kernels.matmul import mosaic_gpu, reference
 from pallas_kernels.matmul.matrix_stack import MatrixStack, RowsFunction
 from pallas_kernels.matmul.plan import unsupported
@@ -19,10 +20,13 @@ def bind(
     stack: MatrixStack,
     *index: Scalar,
     dtype: jax.typing.DTypeLike | None = None,
+    many_rows: bool = False,
     implementation: Implementation | None = None,
 ) -> Callable[[Float[Array, "*rows inputs"]], Float[Array, "*rows outputs"]]:
     """`bind_together` of one matrix."""
-    together = bind_together([stack], [index], dtype=dtype, implementation=implementation)
+    together = bind_together(
+        [stack], [index], dtype=dtype, many_rows=many_rows, implementation=implementation
+    )
 
     def apply(rows: jax.Array) -> jax.Array:
         (product,) = together(rows)
@@ -36,6 +40,7 @@ def bind_together(
     indices: Sequence[tuple[Scalar, ...]],
     *,
     dtype: jax.typing.DTypeLike | None = None,
+    many_rows: bool = False,
     implementation: Implementation | None = None,
 ) -> RowsFunction:
     """A function from rows to their products with several matrices, in one launch.
@@ -55,6 +60,10 @@ def bind_together(
         stacks: matrices of equally many inputs, plain or block-FP8 alike.
         indices: where in its stack each matrix is.
         dtype: of the products; None takes the rows'.
+        many_rows: takes a kernel that is bound by the tensor cores instead of by memory, with
+            launches of its own for each matrix and for the rows. Products have other bits, so
+            that this must not depend on a sequence's neighbours. Rows that are rounded to e4m3
+            are multiplied as such, and sums of 128 products have 14 bits.
         implementation: None takes the kernel on a GPU where it supports the shapes.
 
     Returns:
@@ -68,8 +77,8 @@ def bind_together(
     return implementations.run(
         implementation,
         functools.partial(reference.bind, dtype=dtype),
-        functools.partial(mosaic_gpu.bind, dtype=dtype),
-        unsupported(stacks),
+        functools.partial(many_rows_kernel.bind if many_rows else mosaic_gpu.bind, dtype=dtype),
+        unsupported(stacks) or (many_rows_kernel.unsupported(stacks) if many_rows else None),
         stacks,
         indices,
     )

@@ -19,7 +19,7 @@ WARPGROUPS = 4
 """Warpgroups of a block, each of which has every fourth block of inputs."""
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 225 << 10
-_MAX_TOKENS = {1: 64, 2: 32}  # together, by bytes of a weight, so that two slots have room
+_MAX_TOKENS = {1: 56, 2: 32}  # together, by bytes of a weight: registers, and room for two slots
 MAX_SLOTS = 6
 _LINES = 8  # of a tile of shared memory, and of the least operand of the tensor cores
 
@@ -78,16 +78,14 @@ class Plan:
     ) -> "Plan":
         """The plan for a number of rows; the order of sums does not depend on it."""
         weight_dtype = stacks[0].weight.dtype
-        tiles = max(1, -(-tokens // _MAX_TOKENS[weight_dtype.itemsize]))
-        together = -(-tokens // tiles)
-        together = max(_LINES, together + -together % _LINES)
+        together = choose_tokens_together(tokens, _MAX_TOKENS[weight_dtype.itemsize])
         outputs, inputs = tuple(stack.outputs for stack in stacks), stacks[0].inputs
         return cls(
             outputs=outputs,
             inputs=inputs,
             weight_dtype=weight_dtype,
             dtype=dtype,
-            tokens=tiles * together,
+            tokens=max(1, -(-tokens // together)) * together,
             tokens_together=together,
             split=choose_split(outputs, inputs),
             interpreted=interpreted,
@@ -153,6 +151,16 @@ class Plan:
             if self.interpreted:
                 scratch["converted"] = operand((WARPGROUPS, ROWS, BLOCK), jnp.float16)
         return scratch
+
+
+def choose_tokens_together(tokens: int, most: int) -> int:
+    """Rows of a tile: such that none are added, unless the tiles were small."""
+    lines = max(1, -(-tokens // _LINES))
+    together = max(size for size in range(1, most // _LINES + 1) if lines % size == 0)
+    if together < lines and 2 * together * _LINES <= most:
+        tiles = -(-lines * _LINES // most)
+        together = -(-lines // tiles)
+    return together * _LINES
 
 
 def num_tiles(outputs: int) -> int:

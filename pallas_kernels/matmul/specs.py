@@ -87,6 +87,10 @@ SPECS = {
     # More of them for one warpgroup than for the others.
     "odd_fp8_rounded": MatmulSpec(stack=(2,), outputs=(8,), inputs=640, round_inputs=True),
     "odd_bfloat16": MatmulSpec(stack=(), outputs=(32, 72), inputs=640, fp8=False),
+    # Both arrangements of warpgroups with many rows.
+    "many_fp8": MatmulSpec(stack=(2,), outputs=(192, 128), inputs=256),
+    "many_fp8_rounded": MatmulSpec(stack=(2,), outputs=(192, 128), inputs=256, round_inputs=True),
+    "many_bfloat16": MatmulSpec(stack=(2,), outputs=(192, 128), inputs=256, fp8=False),
 }
 """By name."""
 

@@ -8,11 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.row_format import SCALE_GROUP
 from pallas_kernels.matmul.matrix_stack import MatrixStack
-from pallas_kernels.matmul.plan import ROWS, transforms
+from pallas_kernels.matmul.plan import ROWS, choose_tokens_together, transforms
 from pallas_kernels.per_head_matmul.reference import HeadRows
 
 _MAX_TOKENS = 64  # together, whose sums and product have room in registers
-_LINES = 8  # of the least operand of the tensor cores
 
 
 def unsupported(stack: MatrixStack, taken: HeadRows) -> str | None:
@@ -61,16 +60,14 @@ class Plan:
     @classmethod
     def choose(cls, stack: MatrixStack, taken: HeadRows, transpose: bool, tokens: int) -> "Plan":
         """The plan for a number of rows; the order of sums does not depend on it."""
-        tiles = max(1, -(-tokens // _MAX_TOKENS))
-        together = -(-tokens // tiles)
-        together = max(_LINES, together + -together % _LINES)
+        together = choose_tokens_together(tokens, _MAX_TOKENS)
         return cls(
             taken=taken,
             transpose=transpose,
             heads=stack.outputs // taken.per_head,
             inputs=stack.inputs,
             weight_dtype=stack.weight.dtype,
-            tokens=tiles * together,
+            tokens=max(1, -(-tokens // together)) * together,
             tokens_together=together,
         )
 

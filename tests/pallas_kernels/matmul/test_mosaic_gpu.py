@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.implementation import Implementation
-from pallas_kernels.common.product import round_to_e4m3
 from pallas_kernels.matmul import MatrixStack, bind_together, mosaic_gpu, plan
 from pallas_kernels.matmul.specs import SPECS, random_rows, random_stacks
 from tests.helpers.bits import assert_same_bits
+from tests.pallas_kernels.matmul.exact_products import exact_products
 
 pytestmark = pytest.mark.compiles
 RACE = "RACE DETECTED"
@@ -54,21 +54,7 @@ def rows_of(name: str, tokens: int) -> jax.Array:
 
 
 def exact(name: str, stack: MatrixStack, rows: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Products in float64, and the sums of their terms' magnitudes."""
-    index = last_index(name)
-    weight = np.asarray(stack.weight[index].astype(jnp.float32), np.float64)
-    if stack.scale is not None:
-        scale = np.asarray(stack.scale[index], np.float64)
-        scale = scale.repeat(128, axis=0).repeat(128, axis=1)
-        if stack.output_part is not None:
-            scale = scale[-weight.shape[0] :]
-        if stack.input_part is not None:
-            scale = scale[:, -weight.shape[1] :]
-        weight = weight * scale[: weight.shape[0], : weight.shape[1]]
-    if stack.round_inputs:
-        rows = round_to_e4m3(rows)
-    values = np.asarray(rows.astype(jnp.float32), np.float64)
-    return values @ weight.T, np.abs(values) @ np.abs(weight).T
+    return exact_products(stack, last_index(name), rows)
 
 
 @pytest.mark.parametrize(
