@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
-from glm53.model.indexer import select_positions
+from glm53.model.indexer import ScoredKeys, select_positions
 from glm53.model.layer_plan import LayerIndex, layer_indices, run_layers, run_mlp
 from glm53.model.params import GLMModel
 from glm53.model.rope import rope_angles
@@ -93,6 +93,7 @@ class Forward:
         self.first_position = position_lag
         self.device = lax.axis_index(MESH_AXIS)
         self.positions = batch.flat_positions
+        self.scored_keys = ScoredKeys.of(batch, geometry, self.device)
         page_index = jnp.maximum(self.positions, 0) // geometry.rows_per_page
         pages = jnp.take_along_axis(
             batch.flat_tables, page_index[:, None], axis=1, mode="fill", fill_value=-1
@@ -234,6 +235,7 @@ class Forward:
             store,
             self.geometry,
             self.batch,
+            self.scored_keys,
             index.index_layer,
             query,
             head_weights,

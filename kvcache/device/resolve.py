@@ -9,7 +9,6 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvcache.device.host_tier import HostTier
@@ -143,31 +142,17 @@ def summarize_scores(
     host = store.host
     if host is None or positions.shape[1] > MAX_ROWS_WITH_ROW_CACHE:
         return None
-
-    def summarize(sequence: tuple[Array, Array, Array]) -> Array:
-        return _row_cache_scores(host, index_group, *sequence)
-
-    return lax.map(summarize, (slots, positions, scores))
-
-
-def _row_cache_scores(
-    host: HostTier,
-    index_group: Scalar,
-    slot: Int[Array, ""],
-    positions: Int[Array, " rows"],
-    scores: Float[Array, "rows context"],
-) -> Float[Array, " entries"]:
-    """The best index score of each row-cache row of a sequence among its rows of a step."""
-    known = jnp.maximum(slot, 0)
-    held = host.row_cache.row[known, index_group]
-    leased = (slot >= 0) & (host.row_cache.page[known, 0] >= 0)
+    row_cache, known = host.row_cache, jnp.maximum(slots, 0)
+    held = row_cache.row[known, index_group]
+    leased = (slots >= 0) & (row_cache.page[known, 0] >= 0)
 
     def gather(_: Array) -> Array:
-        found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
-        counted = (positions >= 0)[:, None] & (held >= 0) & leased
-        return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
+        index = jnp.clip(held, 0, scores.shape[2] - 1)[:, None]
+        found = jnp.take_along_axis(scores, index, axis=2, mode="promise_in_bounds")
+        counted = (positions >= 0)[:, :, None] & ((held >= 0) & leased[:, None])[:, None]
+        return jnp.max(jnp.where(counted, found, -jnp.inf), axis=1)
 
-    return run_if(leased, gather, jnp.full(held.shape, -jnp.inf, scores.dtype))
+    return run_if(jnp.any(leased), gather, jnp.full(held.shape, -jnp.inf, scores.dtype))
 
 
 def _by_token(row_ids: Int[Array, "sequences rows k"]) -> Int[Array, "tokens k"]:
