@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
-from glm53.model.indexer import ScoredKeys, select_positions
+from glm53.model.indexer import ScoredKeys, positions_of_all_devices, select_positions
 from glm53.model.layer_plan import LayerIndex, layer_indices, run_layers, run_mlp
 from glm53.model.params import GLMModel
 from glm53.model.rope import rope_angles
@@ -33,7 +33,7 @@ class Selection:
     """Selection of a full layer, which the shared layers after it reuse.
 
     Attributes:
-        positions: int32 [tokens, index_topk], ascending, then -1.
+        positions: int32 [tokens, index_topk], those on this device, ascending, then -1.
         rows: where the store has them.
     """
 
@@ -139,7 +139,9 @@ class Forward:
         """
 
         def observe(state: LayerState) -> tuple[Array, Array] | None:
-            return (state.hidden, state.selection.positions) if trace else None
+            if not trace:
+                return None
+            return state.hidden, positions_of_all_devices(state.selection.positions)
 
         state, traced = run_layers(
             layer_indices(self.config)[: self.config.num_hidden_layers],

@@ -102,11 +102,13 @@ class ScoredKeys(NamedTuple):
         position: int32 [context], position of each key of a sequence on this device.
         pages: int32 [chunks, context_pages], pages of each chunk's sequence, as far as it has any.
         num_keys: int32 [chunks], keys to score; of those from here on no row of a chunk selects.
+        device: int32, this device's index along the mesh axis.
     """
 
     position: Int[Array, " context"]
     pages: Int[Array, "chunks context_pages"]
     num_keys: Int[Array, " chunks"]
+    device: Int[Array, ""]
 
     @classmethod
     def of(cls, batch: StepBatch, geometry: KVGeometry, device: Int[Array, ""]) -> "ScoredKeys":
@@ -118,6 +120,7 @@ class ScoredKeys(NamedTuple):
             jnp.arange(num_keys) * geometry.num_devices + device,
             pages,
             jnp.max(positions, axis=1) // geometry.num_devices + 1,
+            device,
         )
 
 
@@ -148,8 +151,7 @@ def select_positions(
         index_topk: maximum positions of a row.
 
     Returns:
-        Positions, ascending, then -1, the same on every device; and what the store keeps of this
-        device's scores.
+        Positions of this device, ascending, then -1; and what the store keeps of its scores.
     """
     num_rows = batch.positions.shape[1]
     num_keys = keys.position.shape[0]
@@ -193,8 +195,18 @@ def select_positions(
         each.reshape(len(batch.slots), -1, each.shape[-1])[:, :num_rows].reshape(-1, each.shape[-1])
         for each in (scores, positions)
     )
-    best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
-    return best, summary
+    gathered = (lax.all_gather(each, MESH_AXIS) for each in (scores, positions))
+    return merge_topk(*gathered, keys.device), summary
+
+
+def positions_of_all_devices(positions: Int[Array, "tokens k"]) -> Int[Array, "tokens k"]:
+    """Selected positions of all devices, ascending, then -1, the same on every device."""
+    if lax.axis_size(MESH_AXIS) == 1:
+        return positions
+    gathered = lax.all_gather(positions, MESH_AXIS, axis=1, tiled=True)
+    last = jnp.iinfo(jnp.int32).max
+    ordered = jnp.sort(jnp.where(gathered < 0, last, gathered), axis=1)[:, : positions.shape[1]]
+    return jnp.where(ordered == last, -1, ordered)
 
 
 class _Chunks(NamedTuple):

@@ -159,8 +159,41 @@ def compact(chosen: Bool[Array, " size"], buffer: Ref) -> None:
     buffer[pl.ds(0, size)] = element >> _INDEX_BITS
 
 
+def close_up(
+    chosen: Bool[Array, " size"], values: Int[Array, " size"], distances: Ref, buffer: Ref
+) -> None:
+    """Writes the values of what is chosen, in their order, to the front of the buffer.
+
+    As `compact`, of values that do not fit into a word with the distance that they move.
+
+    Args:
+        chosen: what to keep.
+        values: a value of each.
+        distances: shared memory of `buffer_size(size)` int32.
+        buffer: likewise. What follows the values is undefined.
+    """
+    (size,) = chosen.shape
+    distance = jnp.where(chosen, _unchosen_before(chosen, distances), 0)
+    distances[pl.ds(size, _farthest(size))] = filled(_farthest(size), 0)
+    # Read, though never taken, where no distance says so.
+    buffer[pl.ds(size, _farthest(size))] = filled(_farthest(size), 0)
+
+    def move(number: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        distance, values = state
+        bit = jnp.int32(1) << number
+        distances[pl.ds(0, size)] = distance
+        buffer[pl.ds(0, size)] = values
+        moved = load(distances, bit, size)
+        moves = (moved & bit) != 0
+        stays = jnp.where((distance & bit) != 0, 0, distance)
+        return jnp.where(moves, moved, stays), jnp.where(moves, load(buffer, bit, size), values)
+
+    _, values = lax.fori_loop(0, (size - 1).bit_length(), move, (distance, values))
+    buffer[pl.ds(0, size)] = values
+
+
 def buffer_size(size: int) -> int:
-    """Size of the buffer that `compact` needs, in int32: a block may be read at any bit's
+    """Size of a buffer of `compact` or `close_up`, in int32: a block may be read at any bit's
     distance."""
     return size + _farthest(size)
 

@@ -5,14 +5,14 @@ counting, and lists their indices in ascending order. XLA gathers what they name
 selects from it. So scores are read from memory once, no block waits for another, and a row of 128K
 scores takes three rounds.
 
-After the first round a row's candidates are in lists [lists, rows, width], one from each block. The
-devices of a mesh are one round more: `merge_topk` selects from the lists of all of them, as
-`all_gather` leaves them. In its place their common threshold could be had with counts alone:
-`block_selection.bisect` asks for a count from a bound on, which may be a sum over blocks and a
-`psum` over devices.
+After the first round a row's candidates are in lists [lists, rows, width], one from each block.
+
+`merge_topk` needs no order but that of a shard's own list: it finds the threshold of all shards'
+lists, by counts alone, and keeps what of the shard's list is above it.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.common import block_selection
-from pallas_kernels.common.types import Interpret
+from pallas_kernels.common.types import Interpret, Ref, Scalar
+
+LARGEST_MERGE = 16384
+"""Most candidates that are merged: 128 registers a thread."""
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -55,7 +58,7 @@ def select_topk(
         scores[None], kept, bounds=(positions, last), first=first, interpret=interpret
     )
     best = _take(scores[None], index), jnp.where(index < 0, -1, positions[jnp.maximum(index, 0)])
-    scores, positions = _finish(*best, kept, by_position=False, interpret=interpret)
+    scores, positions = _finish(*best, kept, interpret=interpret)
     scores = jnp.where(scores == 0, 0.0, scores)
     if ordered:
         scores, positions = lax.sort((-scores, positions), num_keys=2)
@@ -67,23 +70,110 @@ def select_topk(
     )
 
 
+def unsupported_merge(num_shards: int, k: int) -> str | None:
+    """Why the kernel cannot merge so many lists of k, None if it can."""
+    if num_shards > 1 and num_shards * _padded(k) > LARGEST_MERGE:
+        return f"{num_shards} lists of k={k} are more than {LARGEST_MERGE} candidates"
+    return None
+
+
 def merge_topk(
     scores: Float[Array, "shards rows k"],
     positions: Int[Array, "shards rows k"],
+    shard: Int[Array, ""],
     *,
     interpret: Interpret,
 ) -> Int[Array, "rows k"]:
-    """`operation.merge_topk`."""
-    num_shards, _, k = scores.shape
+    """`operation.merge_topk`: one block a row, which has the keys of all shards in registers."""
+    num_shards, num_rows, k = scores.shape
     if num_shards == 1:
-        best = positions[0]
-    else:
-        missing = [(0, 0), (0, 0), (0, -k % block_selection.GRANULE)]
+        return positions[0]
+    width = _padded(k)
+    if width > k:
+        missing = [(0, 0), (0, 0), (0, width - k)]
         scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
         positions = jnp.pad(positions, missing, constant_values=-1)
-        _, best = _finish(scores, positions, k, by_position=True, interpret=interpret)
-    ordered = jnp.sort(jnp.where(best < 0, _LAST, best), axis=-1)
-    return jnp.where(ordered == _LAST, -1, ordered)
+    merged = plgpu.kernel(
+        functools.partial(_merge_row, k=k),
+        out_type=jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
+        grid=(num_rows,),
+        grid_names=("row",),
+        scratch_types=[plgpu.SMEM((block_selection.buffer_size(width),), jnp.int32)] * 2,
+        kernel_name="merge_topk",
+        interpret=interpret,
+    )(scores, positions, jnp.asarray(shard, jnp.int32).reshape(1))
+    return merged[:, :k]
+
+
+def _padded(k: int) -> int:
+    return -(-k // block_selection.GRANULE) * block_selection.GRANULE
+
+
+def _merge_row(
+    scores_ref: Ref,
+    positions_ref: Ref,
+    shard_ref: Ref,
+    merged_ref: Ref,
+    distances: Ref,
+    buffer: Ref,
+    *,
+    k: int,
+) -> None:
+    """The kernel: one row on one warpgroup. References are those of `merge_topk`, and buffers."""
+    row, shard = lax.axis_index("row"), shard_ref[0]
+    num_shards, _, width = scores_ref.shape
+
+    def keys_of(number: Scalar) -> jax.Array:
+        scores = block_selection.load(scores_ref.at[number, row], 0, width)
+        return _keys(scores, scores > -jnp.inf)
+
+    keys = [keys_of(number) for number in range(num_shards)]
+
+    def total(marked: Callable[[int], jax.Array]) -> jax.Array:
+        """How many of all shards' candidates are marked; takes a shard's number."""
+        return jnp.sum(sum(marked(number).astype(jnp.int32) for number in range(num_shards)))
+
+    def positions_of(number: Scalar) -> jax.Array:
+        return block_selection.load(positions_ref.at[number, row], 0, width)
+
+    lowest = [
+        jnp.min(jnp.where(each > block_selection.NEVER, each, jnp.iinfo(jnp.int32).max))
+        for each in keys
+    ]
+    found = total(lambda number: keys[number] > block_selection.NEVER)
+    wanted = jnp.minimum(found, k)
+    threshold, found = block_selection.bisect(
+        lambda key: total(lambda number: keys[number] >= key),
+        wanted,
+        functools.reduce(jnp.minimum, lowest),
+        functools.reduce(jnp.maximum, map(jnp.max, keys)) + 1,
+        found,
+    )
+    room = wanted - total(lambda number: keys[number] > threshold)
+    # Positions are read again in each turn, of which there are none but where scores are equal.
+    bound, _ = block_selection.bisect(
+        lambda bound: total(
+            lambda number: (keys[number] == threshold) & (positions_of(number) < -bound)
+        ),
+        room,
+        jnp.int32(-_LAST),
+        jnp.int32(0),
+        found - wanted + room,
+    )
+    own, positions = keys_of(shard), positions_of(shard)
+    chosen = (own > threshold) | ((own == threshold) & (positions < -bound))
+    block_selection.close_up(chosen, positions, distances, buffer)
+    best = block_selection.load(buffer, 0, width)
+    merged_ref[row] = jnp.where(
+        block_selection.indices(width) < block_selection.count(chosen), best, -1
+    )
+
+
+def _keys(scores: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Integers in the order of the scores; NEVER where not allowed."""
+    # Scores of 0 are equal, whatever their sign.
+    values = block_selection.ordered_bits(jnp.where(scores == 0, 0.0, scores))
+    return jnp.where(allowed, values, block_selection.NEVER)
 
 
 def _finish(
@@ -91,14 +181,12 @@ def _finish(
     positions: Int[Array, "lists rows width"],
     k: int,
     *,
-    by_position: bool,
     interpret: Interpret,
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
-    """The best k of each row, by rounds, in the order they are in; of equal scores those of the
-    lowest positions, or the first. Where there are fewer, -inf and -1."""
+    """The best k of each row, by rounds, in the order they are in; of equal scores the first. Where
+    there are fewer, -inf and -1."""
     while scores.shape[0] > 1:
-        order = positions if by_position else None
-        index = _best_of_blocks(scores, k, order=order, interpret=interpret)
+        index = _best_of_blocks(scores, k, interpret=interpret)
         scores, positions = _take(scores, index), _take(positions, index)
     return scores[0, :, :k], positions[0, :, :k]
 
@@ -121,7 +209,6 @@ def _best_of_blocks(
     *,
     bounds: tuple[Int[Array, " width"], Int[Array, " rows"]] | None = None,
     first: int = 0,
-    order: Int[Array, "lists rows width"] | None = None,
     interpret: Interpret,
 ) -> Int[Array, "blocks rows kept"]:
     """One round: indices of the best k of each block of a row, ascending, then -1.
@@ -135,8 +222,6 @@ def _best_of_blocks(
         k: how many are wanted.
         bounds: positions of one list's candidates, ascending, and the last to choose, by row.
         first: first position to choose, given bounds.
-        order: what breaks ties, distinct and not negative where a score is above -inf; by default
-            the index.
         interpret: parameters of the interpreter.
     """
     num_lists, num_rows, width = scores.shape
@@ -150,15 +235,13 @@ def _best_of_blocks(
             bounds = (jnp.pad(bounds[0], (0, missing), constant_values=_LAST), bounds[1])
         size += missing
     num_blocks = pl.cdiv(num_lists * width, size)
-    kept = -(-k // block_selection.GRANULE) * block_selection.GRANULE
-    optional = [*(bounds or ()), *(() if order is None else (order,))]
+    kept = _padded(k)
     return plgpu.kernel(
         functools.partial(
             _block,
             size=size,
             k=k,
             first=None if bounds is None else first,
-            by_order=order is not None,
         ),
         out_type=jax.ShapeDtypeStruct((num_blocks, num_rows, kept), jnp.int32),
         grid=(num_rows, num_blocks),
@@ -166,7 +249,7 @@ def _best_of_blocks(
         scratch_types=[plgpu.SMEM((block_selection.buffer_size(size),), jnp.int32)],
         kernel_name="select_topk",
         interpret=interpret,
-    )(scores, *optional)
+    )(scores, *(bounds or ()))
 
 
 def _block(
@@ -175,14 +258,13 @@ def _block(
     size: int,
     k: int,
     first: int | None,
-    by_order: bool,
 ) -> None:
     """The kernel: one block of one row on one warpgroup.
 
-    References are those of `_best_of_blocks`, in its order: scores, bounds, order, then the indices
-    to write, and the buffer.
+    References are those of `_best_of_blocks`, in its order: scores, bounds, then the indices to
+    write, and the buffer.
     """
-    *optional, index_ref, buffer = references
+    *bounds, index_ref, buffer = references
     row, block = lax.axis_index("row"), lax.axis_index("block")
     num_lists, _, width = scores_ref.shape
     kept = index_ref.shape[-1]
@@ -208,11 +290,9 @@ def _block(
         index = block_selection.indices(size)
         allowed = (scores > -jnp.inf) & (index >= begin - start)
         if first is not None:
-            positions = block_selection.load(optional[0], start, size)
-            allowed &= (positions >= first) & (positions <= optional[1][row])
-        # Scores of 0 are equal, whatever their sign.
-        values = block_selection.ordered_bits(jnp.where(scores == 0, 0.0, scores))
-        return jnp.where(allowed, values, block_selection.NEVER), index
+            positions = block_selection.load(bounds[0], start, size)
+            allowed &= (positions >= first) & (positions <= bounds[1][row])
+        return _keys(scores, allowed), index
 
     def run() -> None:
         values, index = keys()
@@ -220,10 +300,7 @@ def _block(
 
         @pl.when(wanted > 0)
         def _() -> None:
-            order, limit = index, size
-            if by_order:
-                order, limit = candidates(optional[-1]), _LAST
-            chosen = block_selection.choose(values, wanted, order, limit)
+            chosen = block_selection.choose(values, wanted, index, size)
             block_selection.compact(chosen, buffer)
             found = start + block_selection.load(buffer, 0, kept)
             index_ref[block, row] = jnp.where(block_selection.indices(kept) < wanted, found, -1)
@@ -236,6 +313,6 @@ def _block(
     if first is None:
         run()
     else:
-        reached = optional[0][start] <= optional[1][row]
+        reached = bounds[0][start] <= bounds[1][row]
         pl.when(reached)(run)
         pl.when(~reached)(nothing)

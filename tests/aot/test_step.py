@@ -70,7 +70,8 @@ def test_launches_by_part(compiled: tuple[DecodeStep, CompileReport]) -> None:
 def test_kernels(compiled: tuple[DecodeStep, CompileReport]) -> None:
     """An operation on the store that is not its kernel, or a kernel that spills."""
     _, report = compiled
-    names = "append_rows fetch_rows index_scores resolve_rows select_topk stage_pages stage_rows"
+    writing = "append_rows fetch_rows stage_pages stage_rows"
+    names = f"{writing} index_scores merge_topk resolve_rows select_topk"
     assert {kernel.name for kernel in report.kernels} == set(names.split())
     assert all(kernel.spilled_bytes == 0 for kernel in report.kernels)
     # Four layers attend, two of which select; 32 rows are attended to one by one.
