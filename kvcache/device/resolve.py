@@ -198,10 +198,8 @@ def _stage_rows(
     leased = host.row_cache.page[jnp.maximum(selected.slots, 0), 0] >= 0
 
     def stage(state: _Staged) -> _Staged:
-        # Where nothing is wanted, scores must not count, as in a step that is skipped.
-        counted = dataclasses.replace(selected, slots=jnp.where(wanted, selected.slots, -1))
         found = resolve_rows(
-            state.row_cache, counted, layers.number, geometry.slab_rows, geometry.rows_per_device
+            state.row_cache, selected, layers.number, geometry.slab_rows, geometry.rows_per_device
         )
         rows = (found.host_rows, found.device_rows, found.num_staged)
         slab = stage_rows(state.slab, host.slab, layers.first_layer, layers.num_layers, *rows)
