@@ -181,8 +181,8 @@ def _select(
         tables = sequences.block_table[: query.shape[0], :context_pages]
         rows = (query, weights, sequences.length[: query.shape[0]], tables)
         scores, positions = (found[:, 0] for found in lax.map(select_row, rows))
-        gathered = (lax.all_gather(each, MESH_AXIS) for each in (scores, positions))
-        return merge_topk(*gathered, lax.axis_index(MESH_AXIS))
+        scores, positions = (lax.all_gather(each, MESH_AXIS) for each in (scores, positions))
+        return merge_topk(scores, positions, lax.axis_index(MESH_AXIS))
 
     return lax.map(select_layer, (jnp.arange(query.shape[0]), query, weights))
 

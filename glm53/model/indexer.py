@@ -195,8 +195,8 @@ def select_positions(
         each.reshape(len(batch.slots), -1, each.shape[-1])[:, :num_rows].reshape(-1, each.shape[-1])
         for each in (scores, positions)
     )
-    gathered = (lax.all_gather(each, MESH_AXIS) for each in (scores, positions))
-    return merge_topk(*gathered, keys.device), summary
+    scores, positions = (lax.all_gather(each, MESH_AXIS) for each in (scores, positions))
+    return merge_topk(scores, positions, keys.device), summary
 
 
 def positions_of_all_devices(positions: Int[Array, "tokens k"]) -> Int[Array, "tokens k"]:

@@ -224,7 +224,7 @@ def _plan(
     first = jnp.pad(first.astype(jnp.int32), [(0, 0), (0, pieces * piece - num_selected)])
     held_ref, mean_ref = jax.new_ref(row_of_entry), jax.new_ref(mean)
     replaced, replacements, misses, staged = plgpu.kernel(
-        functools.partial(_block, pieces=pieces, piece=piece),
+        functools.partial(_block, pieces=pieces, piece=piece, interpreted=interpret is not None),
         out_type=[
             jax.ShapeDtypeStruct((num_sequences, num_entries), jnp.int32),
             # A piece is written from where the one before it ends, whole.
@@ -261,6 +261,7 @@ def _block(
     *,
     pieces: int,
     piece: int,
+    interpreted: bool,
 ) -> None:
     """The kernel: one list of one sequence, on one warpgroup. References are those of `_plan`;
     the lists of a sequence without a lease are not written."""
@@ -301,7 +302,7 @@ def _block(
             replaced = block_selection.choose(keys, staged, order, num_entries)
             mean = block_selection.load(group_mean, 0, num_entries)
             group_mean[...] = jnp.where(replaced, jnp.nan, mean)
-            block_selection.compact(replaced, buffer)
+            block_selection.compact(replaced, buffer, interpreted=interpreted)
             replaced_ref[sequence] = block_selection.load(buffer, 0, num_entries)
 
     def list_misses() -> None:
@@ -312,7 +313,7 @@ def _block(
             # No more are replaced than the entries.
             @pl.when((before < num_entries) & (after > before))
             def _() -> None:
-                block_selection.compact(listed, buffer)
+                block_selection.compact(listed, buffer, interpreted=interpreted)
                 rows = number * piece + block_selection.load(buffer, 0, piece)
                 replacements_ref[sequence, pl.ds(before, piece)] = rows
 
