@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -18,7 +17,7 @@ def scatter(
     """Writes values to their own places in shared memory; inside a kernel, on one warpgroup.
 
     The interpreter cannot run instructions of the GPU. So in it one store writes the whole buffer,
-    which is all that differs; what lies at no index is undefined in both.
+    which is all that differs.
 
     Args:
         buffer: int32, in shared memory.
@@ -27,7 +26,7 @@ def scatter(
         interpreted: whether the kernel runs in the interpreter.
     """
     if interpreted:
-        buffer[...] = jnp.zeros(buffer.shape, jnp.int32).at[index].set(values)
+        buffer[...] = buffer[...].at[index].set(values)
         return
     layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=1)
 

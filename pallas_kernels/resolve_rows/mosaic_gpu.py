@@ -1,10 +1,8 @@
 """Resolution with its choices in one kernel, and its gathers and scatters in XLA.
 
-Mosaic reaches memory at one address for a whole warpgroup, so looking up rows in the map, and
-writing it, stay in XLA: ten or so launches, each of some megabytes at most. What would be a loop of
-launches, the threshold of the entries to replace, and the running counts that rank them and the
-misses, are one launch: two blocks a sequence, which update the running means and list entries to
-replace and misses in order.
+Looking up rows in the map, and writing it, are XLA's: some megabytes at most each. The rest is one
+launch, two blocks a sequence: the threshold of the entries to replace, the running counts that rank
+them and the misses, and the running means.
 """
 
 import functools
@@ -18,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.common import block_selection
 from pallas_kernels.common.block_selection import GRANULE, LARGEST_BLOCK
+from pallas_kernels.common.scatter import scatter
 from pallas_kernels.common.types import Interpret, Ref, Scalar
 from pallas_kernels.resolve_rows.reference import Resolution
 from pallas_kernels.resolve_rows.row_cache import RowCache, SelectedRows
 
 _LARGEST = jnp.iinfo(jnp.int16).max
-_USED = 1 << 30  # what marks an entry, in what it holds, while its row is selected
 
 
 def unsupported(num_entries: int) -> str | None:
@@ -68,27 +66,17 @@ def resolve_rows(
         entry = jnp.clip(_get(entry_of_row, in_map).astype(jnp.int32), 0, num_entries - 1)
         return entry, wanted & (_get(row_of_entry, first_entry[:, None] + entry) == rows)
 
-    # XLA copies what it writes before it reads; the scores are of what entries hold.
-    entry, hit, row_of_entry, entry_of_row, scores = lax.optimization_barrier(
-        (*found(row_of_entry, entry_of_row), row_of_entry, entry_of_row, selected.scores)
+    # XLA copies a map that it writes before it reads.
+    entry, hit, entry_of_row = lax.optimization_barrier(
+        (*found(row_of_entry, entry_of_row), entry_of_row)
     )
-    used = jnp.where(hit, first_entry[:, None] + entry, row_of_entry.size)
-    row_of_entry = _put(row_of_entry, used, rows | _USED)
     entry_of_row, first = _first_to_miss(
         entry_of_row, jnp.where(wanted & ~hit, in_map, entry_of_row.size), num_rows
     )
 
-    row_of_entry, mean, replaced, replacements, misses, staged = _plan(
-        row_of_entry.reshape(row_cache.row.shape),
-        row_cache.mean,
-        row_cache.page,
-        selected.slots,
-        group,
-        scores,
-        first,
-        interpret,
+    replaced, replacements, misses, staged, mean = _plan(
+        row_cache, selected, group, jnp.where(hit, entry, num_entries), first, interpret
     )
-    row_of_entry = row_of_entry.reshape(-1)
     batch = jnp.arange(num_sequences)[:, None]
     row = _get(rows.reshape(-1), batch * flat[1] + replacements)
     changed = jnp.arange(replaced.shape[1]) < staged[:, None]
@@ -172,7 +160,8 @@ def _first_to_miss(
 
 
 def _get(array: Shaped[Array, " size"], index: Int[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-    """Elements of an array; all indices are within it."""
+    """Elements of an array; what an index beyond it reads is of no use, but lies within it: XLA
+    clamps indices."""
     return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -184,45 +173,41 @@ def _put(
 
 
 def _plan(
-    row_of_entry: Int[Array, "slots groups entries"],
-    mean: Float[Array, "slots groups entries"],
-    page: Int[Array, "slots row_cache_pages"],
-    slots: Int[Array, " sequences"],
+    row_cache: RowCache,
+    selected: SelectedRows,
     group: Int[Array, ""],
-    scores: Float[Array, "sequences entries"],
+    hits: Int[Array, "sequences selected"],
     first: Bool[Array, "sequences selected"],
     interpret: Interpret,
 ) -> tuple[
-    Int[Array, "slots groups entries"],
+    Int[Array, "sequences staged"],
+    Int[Array, "sequences staged"],
+    Int[Array, " sequences"],
+    Int[Array, " sequences"],
     Float[Array, "slots groups entries"],
-    Int[Array, "sequences staged"],
-    Int[Array, "sequences staged"],
-    Int[Array, " sequences"],
-    Int[Array, " sequences"],
 ]:
     """Entries to replace and the misses that replace them, and the new running means.
 
     Args:
-        row_of_entry: what entries hold, those that are used marked.
-        mean: running means.
-        page: leased pages.
-        slots: slot of each sequence, -1 for padding.
+        row_cache: the row cache.
+        selected: the selections.
         group: the index group.
-        scores: as of `SelectedRows`.
+        hits: entry that holds each selected row, one too many where none does.
         first: the misses, each row once.
         interpret: parameters of the interpreter.
 
     Returns:
-        What entries hold, without marks, and the means; then entries to replace, and which of the
-        selected rows replaces each, both ascending, as many as are staged; then how many misses
-        there are and how many are staged.
+        Entries to replace, and which of the selected rows replaces each, both ascending, as many
+        as are staged; then how many misses there are and how many are staged; then the means.
     """
-    num_sequences, num_entries = scores.shape
+    num_sequences, num_entries = selected.scores.shape
     num_selected = first.shape[1]
     pieces = pl.cdiv(num_selected, LARGEST_BLOCK)
     piece = -(-num_selected // (pieces * GRANULE)) * GRANULE
-    first = jnp.pad(first.astype(jnp.int32), [(0, 0), (0, pieces * piece - num_selected)])
-    held_ref, mean_ref = jax.new_ref(row_of_entry), jax.new_ref(mean)
+    missing = [(0, 0), (0, pieces * piece - num_selected)]
+    hits = jnp.pad(hits, missing, constant_values=num_entries)
+    first = jnp.pad(first.astype(jnp.int32), missing)
+    mean = jax.new_ref(row_cache.mean)
     replaced, replacements, misses, staged = plgpu.kernel(
         functools.partial(_block, pieces=pieces, piece=piece, interpreted=interpret is not None),
         out_type=[
@@ -239,10 +224,19 @@ def _plan(
         ],
         kernel_name="resolve_rows",
         interpret=interpret,
-    )(held_ref, mean_ref, page, slots, group[None], scores, first)
+    )(
+        row_cache.row,
+        mean,
+        row_cache.page,
+        selected.slots,
+        group[None],
+        selected.scores,
+        hits,
+        first,
+    )
     listed = min(num_selected, num_entries)
     lists = replaced[:, :listed], replacements[:, :listed]
-    return jax.freeze(held_ref), jax.freeze(mean_ref), *lists, misses, staged
+    return *lists, misses, staged, jax.freeze(mean)
 
 
 def _block(
@@ -252,6 +246,7 @@ def _block(
     slots_ref: Ref,
     group_ref: Ref,
     scores_ref: Ref,
+    hits_ref: Ref,
     first_ref: Ref,
     replaced_ref: Ref,
     replacements_ref: Ref,
@@ -273,23 +268,28 @@ def _block(
     def missed(number: Array | int) -> Array:
         return block_selection.load(first_ref.at[sequence], number * piece, piece) != 0
 
+    def list_used() -> Array:
+        """Whether the row of each entry is selected."""
+        buffer[pl.ds(0, num_entries)] = block_selection.filled(num_entries, 0)
+        for number in range(pieces):
+            hits = block_selection.load(hits_ref.at[sequence], number * piece, piece)
+            scatter(buffer, hits, block_selection.filled(piece, 1), interpreted=interpreted)
+        return block_selection.load(buffer, 0, num_entries) != 0
+
     def list_replaced() -> None:
+        used = list_used()
         misses = sum(block_selection.count(missed(number)) for number in range(pieces))
-        group_row = row_ref.at[slot, group_ref[0]]
         group_mean = mean_ref.at[slot, group_ref[0]]
-        marked = block_selection.load(group_row, 0, num_entries)
-        used = (marked >= 0) & (marked & _USED != 0)
-        held = jnp.where(used, marked ^ _USED, marked)
-        mean = block_selection.load(group_mean, 0, num_entries)
 
         # Nothing counts in a sequence that selects no host row.
         @pl.when((misses > 0) | (block_selection.count(used) > 0))
         def _() -> None:
+            mean = block_selection.load(group_mean, 0, num_entries)
             scores = block_selection.load(scores_ref.at[sequence], 0, num_entries)
-            group_row[...] = held
             group_mean[...] = jnp.where(mean != mean, scores, (mean + scores) * 0.5)
 
         mean = block_selection.load(group_mean, 0, num_entries)
+        held = block_selection.load(row_ref.at[slot, group_ref[0]], 0, num_entries)
         # Complemented, the order of the values is the other way round.
         keys = ~block_selection.ordered_bits(jnp.where(held >= 0, mean, -jnp.inf))
         keys = jnp.where(used, block_selection.NEVER, keys)
