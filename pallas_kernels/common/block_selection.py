@@ -148,11 +148,11 @@ def compact(chosen: Bool[Array, " size"], buffer: Ref, *, interpreted: bool) -> 
         buffer: shared memory of `buffer_size(size)` int32. What follows the indices is undefined.
         interpreted: see `scatter`.
     """
-    place = places(chosen, buffer)
-    scatter(buffer, place, indices(chosen.shape[0]), interpreted=interpreted)
+    rank = ranks(chosen, buffer)
+    scatter(buffer, rank, indices(chosen.shape[0]), interpreted=interpreted)
 
 
-def places(chosen: Bool[Array, " size"], buffer: Ref) -> Int[Array, " size"]:
+def ranks(chosen: Bool[Array, " size"], buffer: Ref) -> Int[Array, " size"]:
     """Number of each chosen element among them; `size` for the others.
 
     Args:
@@ -164,7 +164,7 @@ def places(chosen: Bool[Array, " size"], buffer: Ref) -> Int[Array, " size"]:
 
 
 def buffer_size(size: int) -> int:
-    """Size of the buffer of a block, in int32: it has a place for what is not chosen."""
+    """Size of the buffer of a block, in int32: it has an element for what is not chosen."""
     return size + GRANULE
 
 

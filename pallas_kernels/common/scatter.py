@@ -14,7 +14,7 @@ from pallas_kernels.common.types import Ref
 def scatter(
     buffer: Ref, index: Int[Array, " size"], values: Int[Array, " size"], *, interpreted: bool
 ) -> None:
-    """Writes values to their own places in shared memory; inside a kernel, on one warpgroup.
+    """Writes each value at its own index of shared memory; inside a kernel, on one warpgroup.
 
     The interpreter cannot run instructions of the GPU. So in it one store writes the whole buffer,
     which is all that differs.
@@ -38,9 +38,9 @@ def scatter(
     ) -> None:
         # As before and after every store to shared memory of Pallas' own.
         mgpu.warpgroup_barrier()
-        for place, value in zip(index.registers.flat, values.registers.flat, strict=True):
-            place = arith.index_cast(ir.IndexType.get(), vector.extract(place, [], [0]))
-            memref.store(vector.extract(value, [], [0]), buffer, [place])
+        for position, value in zip(index.registers.flat, values.registers.flat, strict=True):
+            offset = arith.index_cast(ir.IndexType.get(), vector.extract(position, [], [0]))
+            memref.store(vector.extract(value, [], [0]), buffer, [offset])
         mgpu.warpgroup_barrier()
 
     # Its type is given as that of `store`, which takes the context too.

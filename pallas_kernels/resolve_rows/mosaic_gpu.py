@@ -96,9 +96,9 @@ def resolve_rows(
         page = _get(row_cache.page.reshape(-1), slot * pages + entry // rows_per_page)
         return page * rows_per_page + entry % rows_per_page
 
-    # Both lists of all sequences, one after another: each index looks up whose it is.
+    # Both lists of all sequences, one after another: each index looks up its owner.
     index = jnp.arange(replaced.size)
-    whose, nth, num_staged = _whose(staged, index)
+    whose, nth, num_staged = _owners(staged, index)
     nth = jnp.clip(nth, 0, replaced.shape[1] - 1)
     nth = whose * replaced.shape[1] + nth
     replacement = whose * flat[1] + _get(replacements.reshape(-1), nth)
@@ -122,10 +122,10 @@ def resolve_rows(
     )
 
 
-def _whose(
+def _owners(
     counts: Int[Array, " sequences"], index: Int[Array, " staged"]
 ) -> tuple[Int[Array, " staged"], Int[Array, " staged"], Int[Array, ""]]:
-    """Whose each entry is in lists that lie one after another, and which of its owner's.
+    """The owner of each entry in lists one after another, and its number among the owner's.
 
     Written out, as sums over sequences would be launches of their own.
 

@@ -129,7 +129,7 @@ def _merge_row(
     keys = [keys_of(number) for number in range(num_shards)]
 
     def total(marked: Callable[[int], jax.Array]) -> jax.Array:
-        """How many of all shards' candidates are marked; takes a shard's number."""
+        """Number of all shards' candidates that are marked, given those of a shard."""
         return jnp.sum(sum(marked(number).astype(jnp.int32) for number in range(num_shards)))
 
     def positions_of(number: Scalar) -> jax.Array:
@@ -161,8 +161,8 @@ def _merge_row(
     )
     own, positions = keys_of(shard), positions_of(shard)
     chosen = (own > threshold) | ((own == threshold) & (positions < -bound))
-    place = block_selection.places(chosen, buffer)
-    scatter(buffer, place, positions, interpreted=interpreted)
+    rank = block_selection.ranks(chosen, buffer)
+    scatter(buffer, rank, positions, interpreted=interpreted)
     best = block_selection.load(buffer, 0, width)
     merged_ref[row] = jnp.where(
         block_selection.indices(width) < block_selection.count(chosen), best, -1
@@ -276,11 +276,11 @@ def _block(
         @pl.when(wanted > 0)
         def _() -> None:
             chosen = block_selection.choose(values, wanted, block_selection.indices(size), size)
-            place = block_selection.places(chosen, buffer)
+            rank = block_selection.ranks(chosen, buffer)
             is_found = block_selection.indices(kept) < wanted
 
             def close_up(values: jax.Array) -> jax.Array:
-                scatter(buffer, place, values, interpreted=interpreted)
+                scatter(buffer, rank, values, interpreted=interpreted)
                 return block_selection.load(buffer, 0, kept)
 
             best = block_selection.values_of_bits(close_up(values))
