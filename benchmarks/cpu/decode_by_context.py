@@ -175,12 +175,14 @@ def _select(
                 position // geometry.num_devices + 1,
                 geometry.index_row_format,
             )
-            return select_topk(scores, context, 0, position[None], steps.config.index_topk)
+            k = steps.config.index_topk
+            return select_topk(scores, context, 0, position[None], k, ordered=False)
 
         tables = sequences.block_table[: query.shape[0], :context_pages]
         rows = (query, weights, sequences.length[: query.shape[0]], tables)
         scores, positions = (found[:, 0] for found in lax.map(select_row, rows))
-        return merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
+        scores, positions = (lax.all_gather(each, MESH_AXIS) for each in (scores, positions))
+        return merge_topk(scores, positions, lax.axis_index(MESH_AXIS))
 
     return lax.map(select_layer, (jnp.arange(query.shape[0]), query, weights))
 

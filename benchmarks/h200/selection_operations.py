@@ -145,11 +145,14 @@ def _by_position(results: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
 
 
 def _merge_topk(spec: SelectSpec, implementation: Implementation) -> Call:
-    return lambda scores, positions: (merge_topk(scores, positions, implementation=implementation),)
+    return lambda scores, positions, shard: (
+        merge_topk(scores, positions, shard, implementation=implementation),
+    )
 
 
 def _selections(spec: SelectSpec, rng: Rng, full: bool) -> Operands:
-    return select_specs.selections(spec, rng, tied=not full)
+    shard = np.asarray(rng.integers(spec.shards), np.int32)
+    return *select_specs.selections(spec, rng, tied=not full), shard
 
 
 def _resolve_rows(spec: ResolveSpec, implementation: Implementation) -> Call:

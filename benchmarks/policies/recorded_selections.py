@@ -35,7 +35,7 @@ from glm53.model.steps import PrefillBatch, Steps
 from glm53.tokenizer import Tokenizer
 from kvcache import KVStore
 from kvcache.device.resolve import ScoreSummary
-from pallas_kernels.select_topk import merge_topk, select_topk
+from pallas_kernels.select_topk import select_topk
 from serving.options.engine_options import model_path
 
 CACHE = Path(__file__).parents[2] / ".cache" / "selections"
@@ -169,17 +169,19 @@ class _RankedForward(Forward):
         candidates = []
 
         def rank(
-            scores: jax.Array, positions: jax.Array, first: int, last: jax.Array, k: int
+            scores: jax.Array,
+            positions: jax.Array,
+            first: int,
+            last: jax.Array,
+            k: int,
+            ordered: bool,
         ) -> tuple[jax.Array, jax.Array]:
-            return select_topk(scores, positions, first, last, CANDIDATES)
+            best, ranked = select_topk(scores, positions, first, last, CANDIDATES)
+            bits = jax.lax.bitcast_convert_type(best, jnp.int32)
+            candidates.append(jnp.concatenate([ranked, bits], axis=1))
+            return select_topk(scores, positions, first, last, k, ordered)
 
-        def merge(scores: jax.Array, positions: jax.Array) -> jax.Array:
-            bits = jax.lax.bitcast_convert_type(scores[0], jnp.int32)
-            candidates.append(jnp.concatenate([positions[0], bits], axis=1))
-            k = self.config.index_topk
-            return merge_topk(scores[..., :k], positions[..., :k])
-
-        with mock.patch.multiple(glm53.model.indexer, select_topk=rank, merge_topk=merge):
+        with mock.patch.object(glm53.model.indexer, "select_topk", rank):
             selected = super().select(index, store, query, head_weights)
         (self._candidates,) = candidates
         return selected

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
-from glm53.model.indexer import select_positions
+from glm53.model.indexer import ScoredKeys, positions_of_all_devices, select_positions
 from glm53.model.layer_plan import LayerIndex, layer_indices, run_layers, run_mlp
 from glm53.model.params import GLMModel
 from glm53.model.rope import rope_angles
@@ -33,7 +33,7 @@ class Selection:
     """Selection of a full layer, which the shared layers after it reuse.
 
     Attributes:
-        positions: int32 [tokens, index_topk], ascending, then -1.
+        positions: int32 [tokens, index_topk], those on this device, ascending, then -1.
         rows: where the store has them.
     """
 
@@ -95,6 +95,7 @@ class Forward:
         self.first_position = position_lag
         self.device = lax.axis_index(MESH_AXIS)
         self.positions = batch.flat_positions
+        self.scored_keys = ScoredKeys.of(batch, geometry, self.device)
         page_index = jnp.maximum(self.positions, 0) // geometry.rows_per_page
         pages = jnp.take_along_axis(
             batch.flat_tables, page_index[:, None], axis=1, mode="fill", fill_value=-1
@@ -144,7 +145,10 @@ class Forward:
         """
 
         def observe(state: LayerState) -> tuple[Array, Array] | None:
-            return (state.hidden + state.update, state.selection.positions) if trace else None
+            if not trace:
+                return None
+            positions = positions_of_all_devices(state.selection.positions)
+            return state.hidden + state.update, positions
 
         state, traced = run_layers(
             layer_indices(self.config)[: self.config.num_hidden_layers],
@@ -243,6 +247,7 @@ class Forward:
             store,
             self.geometry,
             self.batch,
+            self.scored_keys,
             index.index_layer,
             query,
             head_weights,

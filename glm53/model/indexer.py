@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from glm53.model.config import GLMConfig
 from glm53.model.layer_plan import Index
@@ -94,10 +94,42 @@ class Indexer(nnx.Module):
         return project
 
 
+class ScoredKeys(NamedTuple):
+    """Keys that the rows of a step are scored against: the same in every layer.
+
+    Rows are scored in chunks of one sequence each. XLA would compute these again in each layer.
+
+    Attributes:
+        position: int32 [context], position of each key of a sequence on this device.
+        pages: int32 [chunks, context_pages], pages of each chunk's sequence, as far as it has any.
+        num_keys: int32 [chunks], keys to score; of those from here on no row of a chunk selects.
+        device: int32, this device's index along the mesh axis.
+    """
+
+    position: Int[Array, " context"]
+    pages: Int[Array, "chunks context_pages"]
+    num_keys: Int[Array, " chunks"]
+    device: Int[Array, ""]
+
+    @classmethod
+    def of(cls, batch: StepBatch, geometry: KVGeometry, device: Int[Array, ""]) -> "ScoredKeys":
+        """The keys of this device of a batch's sequences."""
+        num_keys = batch.block_tables.shape[1] * geometry.rows_per_device
+        positions = _in_chunks(batch, batch.flat_positions, -1)
+        pages = jnp.repeat(jnp.maximum(batch.block_tables, 0), _num_chunks(batch), axis=0)
+        return cls(
+            jnp.arange(num_keys) * geometry.num_devices + device,
+            pages,
+            jnp.max(positions, axis=1) // geometry.num_devices + 1,
+            device,
+        )
+
+
 def select_positions(
     store: KVStore,
     geometry: KVGeometry,
     batch: StepBatch,
+    keys: ScoredKeys,
     index_layer: Index,
     query: Float[Array, "tokens heads width"],
     head_weights: Float[Array, "tokens heads"],
@@ -112,6 +144,7 @@ def select_positions(
         store: the store, with the rows' index keys.
         geometry: its sizes.
         batch: the rows.
+        keys: what they are scored against.
         index_layer: the indexer.
         query: index queries of the rows.
         head_weights: weight of each head's score.
@@ -119,13 +152,10 @@ def select_positions(
         index_topk: maximum positions of a row.
 
     Returns:
-        Positions, ascending, then -1, the same on every device; and what the store keeps of this
-        device's scores.
+        Positions of this device, ascending, then -1; and what the store keeps of its scores.
     """
     num_rows = batch.positions.shape[1]
-    num_keys = batch.block_tables.shape[1] * geometry.rows_per_device
-    device = lax.axis_index(MESH_AXIS)
-    key_positions = jnp.arange(num_keys) * geometry.num_devices + device
+    num_keys = keys.position.shape[0]
 
     def select(chunk: "_Chunks") -> tuple[Array, Array, ScoreSummary]:
         """Scores and positions of each row's best [chunks, rows, k], and the scores' summary."""
@@ -134,13 +164,13 @@ def select_positions(
             chunk.head_weights,
             store.index_keys,
             index_layer,
-            jnp.maximum(chunk.block_tables, 0),
-            jnp.max(chunk.positions, axis=1) // geometry.num_devices + 1,
+            chunk.pages,
+            chunk.num_keys,
             geometry.index_row_format,
         )
         best_scores, positions = select_topk(
             scores.reshape(-1, num_keys),
-            key_positions,
+            keys.position,
             first_position,
             chunk.positions.reshape(-1),
             index_topk,
@@ -150,7 +180,14 @@ def select_positions(
         summary = summarize_scores(store, index_layer, chunk.slots, chunk.positions, scores)
         return best_scores.reshape(shape), positions.reshape(shape), summary
 
-    chunks = _Chunks.of(batch, query, head_weights)
+    chunks = _Chunks(
+        _in_chunks(batch, query),
+        _in_chunks(batch, head_weights),
+        _in_chunks(batch, batch.flat_positions, -1),
+        keys.pages,
+        keys.num_keys,
+        jnp.repeat(batch.slots, _num_chunks(batch)),
+    )
     bytes_of_chunk = 4 * chunks.positions.shape[1] * num_keys
     max_chunks = min(max(1, _SCORE_BYTES // bytes_of_chunk), MAX_SEQUENCES)
     scores, positions, summary = _map_batches(select, chunks, max_chunks)
@@ -159,8 +196,18 @@ def select_positions(
         each.reshape(len(batch.slots), -1, each.shape[-1])[:, :num_rows].reshape(-1, each.shape[-1])
         for each in (scores, positions)
     )
-    best = merge_topk(lax.all_gather(scores, MESH_AXIS), lax.all_gather(positions, MESH_AXIS))
-    return best, summary
+    scores, positions = (lax.all_gather(each, MESH_AXIS) for each in (scores, positions))
+    return merge_topk(scores, positions, keys.device), summary
+
+
+def positions_of_all_devices(positions: Int[Array, "tokens k"]) -> Int[Array, "tokens k"]:
+    """Selected positions of all devices, ascending, then -1, the same on every device."""
+    if lax.axis_size(MESH_AXIS) == 1:
+        return positions
+    gathered = lax.all_gather(positions, MESH_AXIS, axis=1, tiled=True)
+    last = jnp.iinfo(jnp.int32).max
+    ordered = jnp.sort(jnp.where(gathered < 0, last, gathered), axis=1)[:, : positions.shape[1]]
+    return jnp.where(ordered == last, -1, ordered)
 
 
 class _Chunks(NamedTuple):
@@ -170,42 +217,35 @@ class _Chunks(NamedTuple):
         query: [chunks, rows, heads, width].
         head_weights: [chunks, rows, heads].
         positions: int32 [chunks, rows]; -1 is padding.
-        block_tables: int32 [chunks, context_pages].
+        pages: int32 [chunks, context_pages].
+        num_keys: int32 [chunks].
         slots: int32 [chunks].
     """
 
     query: Float[Array, "chunks rows heads width"]
     head_weights: Float[Array, "chunks rows heads"]
     positions: Int[Array, "chunks rows"]
-    block_tables: Int[Array, "chunks context_pages"]
+    pages: Int[Array, "chunks context_pages"]
+    num_keys: Int[Array, " chunks"]
     slots: Int[Array, " chunks"]
 
-    @classmethod
-    def of(
-        cls,
-        batch: StepBatch,
-        query: Float[Array, "tokens heads width"],
-        head_weights: Float[Array, "tokens heads"],
-    ) -> "_Chunks":
-        """The chunks of a batch, one after another."""
-        num_sequences, num_rows = batch.positions.shape
-        rows = min(num_rows, _ROWS_TOGETHER)
-        chunks = -(-num_rows // rows)
 
-        def split(array: Array, padding: int = 0) -> Array:
-            """[tokens, ...] to [sequences * chunks, rows, ...]."""
-            array = array.reshape(num_sequences, num_rows, *array.shape[1:])
-            widths = [(0, 0), (0, chunks * rows - num_rows)] + [(0, 0)] * (array.ndim - 2)
-            array = jnp.pad(array, widths, constant_values=padding)
-            return array.reshape(-1, rows, *array.shape[2:])
+def _num_chunks(batch: StepBatch) -> int:
+    """Chunks of each sequence."""
+    return -(-batch.positions.shape[1] // _ROWS_TOGETHER)
 
-        return cls(
-            split(query),
-            split(head_weights),
-            split(batch.flat_positions, -1),
-            jnp.repeat(batch.block_tables, chunks, axis=0),
-            jnp.repeat(batch.slots, chunks),
-        )
+
+def _in_chunks(
+    batch: StepBatch, array: Shaped[Array, "tokens ..."], padding: int = 0
+) -> Shaped[Array, "chunks rows ..."]:
+    """Rows of a batch, cut into chunks, the last of a sequence filled up."""
+    num_sequences, num_rows = batch.positions.shape
+    rows = min(num_rows, _ROWS_TOGETHER)
+    array = array.reshape(num_sequences, num_rows, *array.shape[1:])
+    missing = _num_chunks(batch) * rows - num_rows
+    widths = [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2)
+    array = jnp.pad(array, widths, constant_values=padding)
+    return array.reshape(-1, rows, *array.shape[2:])
 
 
 def _map_batches[Arrays, Outputs](

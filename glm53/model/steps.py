@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from glm53.model.config import GLMConfig
 from glm53.model.forward import Forward, LayerTrace, Selection, head_logits
+from glm53.model.indexer import positions_of_all_devices
 from glm53.model.mtp import MTPLayer
 from glm53.model.params import GLMModel, abstract_model
 from glm53.model.sharding import check_mesh, parameter_specs
@@ -347,7 +348,8 @@ class Steps:
             token_ids = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
             tokens.append(token_ids)
         assert first is not None
-        output = DraftOutput(jnp.stack(tokens, 1), jnp.stack(logits, 1), first.positions)
+        selected = positions_of_all_devices(first.positions)
+        output = DraftOutput(jnp.stack(tokens, 1), jnp.stack(logits, 1), selected)
         return output, store, sequences
 
     def _step_batch(

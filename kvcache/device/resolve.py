@@ -15,7 +15,7 @@ from kvcache.device.host_tier import HostTier
 from kvcache.device.store import KVStore, translate_positions
 from kvcache.geometry import KVGeometry
 from kvcache.reads import Reads
-from pallas_kernels.common.implementation import map_each, run_if
+from pallas_kernels.common.implementation import run_if
 from pallas_kernels.common.pytree import pytree_dataclass
 from pallas_kernels.common.types import Scalar, Slab
 from pallas_kernels.resolve_rows import RowCache, SelectedRows, resolve_rows
@@ -162,31 +162,17 @@ def summarize_scores(
     host = store.host
     if host is None or positions.shape[1] > MAX_ROWS_WITH_ROW_CACHE:
         return None
-
-    def summarize(sequence: tuple[Array, Array, Array]) -> Array:
-        return _row_cache_scores(host, index_group, *sequence)
-
-    return map_each(summarize, (slots, positions, scores))
-
-
-def _row_cache_scores(
-    host: HostTier,
-    index_group: Scalar,
-    slot: Int[Array, ""],
-    positions: Int[Array, " rows"],
-    scores: Float[Array, "rows context"],
-) -> Float[Array, " entries"]:
-    """The best index score of each row-cache row of a sequence among its rows of a step."""
-    known = jnp.maximum(slot, 0)
-    held = host.row_cache.row[known, index_group]
-    leased = (slot >= 0) & (host.row_cache.page[known, 0] >= 0)
+    row_cache, known = host.row_cache, jnp.maximum(slots, 0)
+    held = row_cache.row[known, index_group]
+    leased = (slots >= 0) & (row_cache.page[known, 0] >= 0)
 
     def gather(_: Array) -> Array:
-        found = scores[:, jnp.clip(held, 0, scores.shape[1] - 1)]
-        counted = (positions >= 0)[:, None] & (held >= 0) & leased
-        return jnp.max(jnp.where(counted, found, -jnp.inf), axis=0)
+        index = jnp.clip(held, 0, scores.shape[2] - 1)[:, None]
+        found = jnp.take_along_axis(scores, index, axis=2, mode="promise_in_bounds")
+        counted = (positions >= 0)[:, :, None] & ((held >= 0) & leased[:, None])[:, None]
+        return jnp.max(jnp.where(counted, found, -jnp.inf), axis=1)
 
-    return run_if(leased, gather, jnp.full(held.shape, -jnp.inf, scores.dtype))
+    return run_if(jnp.any(leased), gather, jnp.full(held.shape, -jnp.inf, scores.dtype))
 
 
 class IndexGroup(NamedTuple):
@@ -228,10 +214,8 @@ def _stage_rows(
     leased = host.row_cache.page[jnp.maximum(selected.slots, 0), 0] >= 0
 
     def stage(state: _Staged) -> _Staged:
-        # Where nothing is wanted, scores must not count, as in a step that is skipped.
-        counted = dataclasses.replace(selected, slots=jnp.where(wanted, selected.slots, -1))
         found = resolve_rows(
-            state.row_cache, counted, layers.number, geometry.slab_rows, geometry.rows_per_device
+            state.row_cache, selected, layers.number, geometry.slab_rows, geometry.rows_per_device
         )
         rows = (found.host_rows, found.device_rows, found.num_staged)
         slab = stage_rows(state.slab, host.slab, layers.first_layer, layers.num_layers, *rows)

@@ -1,9 +1,8 @@
 """Selection within one block of a Mosaic GPU kernel: a threshold by counts, then compaction.
 
-Mosaic has neither scatter, sort nor running sums. What it has is counting over a warpgroup's
-registers and shared memory read at an offset, and these are enough: the threshold is found by
-bisection, each step a count, and what is above it is closed up by moving every chosen element left
-over the unchosen before it, one bit of its distance at a time.
+Mosaic has neither sort nor running sums. What it has is counting over a warpgroup's registers and
+shared memory read at an offset: the threshold is found by bisection, each step a count, and each
+chosen element is stored at its number among them, which a running sum by doubling gives.
 
 All functions here run inside a kernel, on one warpgroup.
 """
@@ -18,18 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.common.scatter import scatter
 from pallas_kernels.common.types import Ref, Scalar
 
 LARGEST_BLOCK = 8192
-"""Most elements of a block: 64 registers a thread, and 48 KiB of shared memory."""
+"""Most elements of a block: 64 registers a thread, and 33 KiB of shared memory."""
 
 GRANULE = 256
 """Divisor of the number of elements of a block."""
 
 NEVER = jnp.iinfo(jnp.int32).min
 """Key of what may not be chosen; no float32 but a NaN has it."""
-
-_INDEX_BITS = (LARGEST_BLOCK - 1).bit_length()
 
 
 def _layout(size: int) -> Any:
@@ -62,6 +60,12 @@ def ordered_bits(values: Float[Array, " size"]) -> Int[Array, " size"]:
     """Integers in the order of the values, -0.0 below 0.0."""
     bits = lax.bitcast_convert_type(values, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+
+
+def values_of_bits(bits: Int[Array, " size"]) -> Float[Array, " size"]:
+    """The values whose `ordered_bits` these are."""
+    bits = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def bisect(
@@ -136,38 +140,32 @@ def choose(
     return (keys > threshold) | ((keys == threshold) & (order < -bound))
 
 
-def compact(chosen: Bool[Array, " size"], buffer: Ref) -> None:
+def compact(chosen: Bool[Array, " size"], buffer: Ref, *, interpreted: bool) -> None:
     """Writes the indices of what is chosen, ascending, to the front of the buffer.
 
     Args:
         chosen: what to keep.
         buffer: shared memory of `buffer_size(size)` int32. What follows the indices is undefined.
+        interpreted: see `scatter`.
+    """
+    rank = ranks(chosen, buffer)
+    scatter(buffer, rank, indices(chosen.shape[0]), interpreted=interpreted)
+
+
+def ranks(chosen: Bool[Array, " size"], buffer: Ref) -> Int[Array, " size"]:
+    """Number of each chosen element among them; `size` for the others.
+
+    Args:
+        chosen: what is chosen.
+        buffer: shared memory of `buffer_size(size)` int32, which is overwritten.
     """
     (size,) = chosen.shape
-    distance = _unchosen_before(chosen, buffer)
-    element = jnp.where(chosen, (indices(size) << _INDEX_BITS) | distance, 0)
-    buffer[pl.ds(size, _farthest(size))] = filled(_farthest(size), 0)
-
-    def move(number: jax.Array, element: jax.Array) -> jax.Array:
-        bit = jnp.int32(1) << number
-        buffer[pl.ds(0, size)] = element
-        moved = load(buffer, bit, size)
-        stays = jnp.where((element & bit) != 0, 0, element)
-        return jnp.where((moved & bit) != 0, moved, stays)
-
-    element = lax.fori_loop(0, (size - 1).bit_length(), move, element)
-    buffer[pl.ds(0, size)] = element >> _INDEX_BITS
+    return jnp.where(chosen, indices(size) - _unchosen_before(chosen, buffer), size)
 
 
 def buffer_size(size: int) -> int:
-    """Size of the buffer that `compact` needs, in int32: a block may be read at any bit's
-    distance."""
-    return size + _farthest(size)
-
-
-def _farthest(size: int) -> int:
-    """The largest power of two below the size."""
-    return 1 << ((size - 1).bit_length() - 1)
+    """Size of the buffer of a block, in int32: it has an element for what is not chosen."""
+    return size + GRANULE
 
 
 def _unchosen_before(chosen: Bool[Array, " size"], buffer: Ref) -> Int[Array, " size"]:

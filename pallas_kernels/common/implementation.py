@@ -89,17 +89,6 @@ def run_if[State](
     return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, state: function(state), state)
 
 
-def map_each[Arrays, Result](function: Callable[[Arrays], Result], arrays: Arrays) -> Result:
-    """Applies a function to each entry of the first axis of all arrays, and stacks the results.
-
-    One after another where references run, so that `run_if` skips idle entries; at once where
-    kernels do, as every turn of a loop would be several launches.
-    """
-    if default_implementation() != "reference":
-        return jax.vmap(function)(arrays)
-    return lax.map(function, arrays)
-
-
 def default_implementation(unsupported: str | None = None) -> Implementation:
     """Default implementation of an operation that is traced now.
 

@@ -49,12 +49,14 @@ class TilePlan:
         per_token: routed experts of a token.
         num_experts: routed experts.
         tile_rows: rows of a tile.
+        interpreted: whether the kernel runs in the interpreter.
     """
 
     num_tokens: int
     per_token: int
     num_experts: int
     tile_rows: int
+    interpreted: bool
 
     @property
     def num_pairs(self) -> int:
@@ -102,7 +104,7 @@ def make_tiles(
         interpret: for `plgpu.kernel`.
     """
     num_tokens, per_token = experts.shape
-    plan = TilePlan(num_tokens, per_token, num_experts, tile_rows)
+    plan = TilePlan(num_tokens, per_token, num_experts, tile_rows, interpret is not None)
     room = (pl.cdiv(plan.num_tokens, plan.chunk_tokens) + 1) * plan.chunk_tokens
     used, header, pairs = plgpu.kernel(
         functools.partial(_block, plan),
@@ -215,7 +217,7 @@ def _list_pairs(
 
         @pl.when(block_selection.count(own) > 0)
         def _() -> None:
-            block_selection.compact(own, buffer)
+            block_selection.compact(own, buffer, interpreted=plan.interpreted)
             pairs = start + block_selection.load(buffer, 0, plan.chunk_tokens)
             listed[pl.ds(found, plan.chunk_tokens)] = pairs
 

@@ -59,12 +59,11 @@ def index_scores(
         context_pages=pages.shape[1],
         interpreted=interpret is not None,
     )
-    scored = -(-num_keys.astype(jnp.int32) // KEY_BLOCK) * (KEY_BLOCK // BLOCK)
-    counts = jnp.clip(scored, 0, plan.context_blocks)
     kernel = plgpu.kernel(
         functools.partial(_score, plan, sequences, num_pages),
         out_type=jax.ShapeDtypeStruct((sequences, rows, plan.context_blocks * BLOCK), jnp.float32),
-        scratch_types=plan.scratch() | {"counts": plgpu.SMEM((-(-sequences // 4) * 4,), jnp.int32)},
+        scratch_types=plan.scratch()
+        | {"num_keys": plgpu.SMEM((-(-sequences // 4) * 4,), jnp.int32)},
         grid=(plan.row_tiles, max(1, num_blocks // plan.row_tiles)),
         grid_names=("row_tile", "block"),
         num_threads=plan.warpgroups,
@@ -78,7 +77,7 @@ def index_scores(
         index_keys.reshape(-1, plan.keys_per_line * width),
         jnp.asarray(index_layer, jnp.int32)[None],
         pages,
-        jnp.pad(counts, (0, -sequences % 4)),
+        jnp.pad(num_keys.astype(jnp.int32), (0, -sequences % 4)),
     )
     return scores[:, :, : plan.context]
 
@@ -92,10 +91,10 @@ def _score(
     keys_ref: Ref,
     layer_ref: Ref,
     pages_ref: Ref,
-    counts_ref: Ref,
+    num_keys_ref: Ref,
     scores_ref: Ref,
     *,
-    counts: Ref,
+    num_keys: Ref,
     counted: Ref,
     query: Ref,
     weights: Ref,
@@ -111,15 +110,21 @@ def _score(
 
     @pl.when(leads)
     def _() -> None:
-        plgpu.copy_gmem_to_smem(counts_ref, counts, counted)
+        plgpu.copy_gmem_to_smem(num_keys_ref, num_keys, counted)
 
     plgpu.barrier_wait(counted)
-    total = lax.fori_loop(0, sequences, lambda s, total: total + counts[s], 0)
+
+    def blocks_of(sequence: Scalar) -> jax.Array:
+        """Blocks of a sequence to score, all of a key block of the reference or none."""
+        scored = (num_keys[sequence] + KEY_BLOCK - 1) // KEY_BLOCK * (KEY_BLOCK // BLOCK)
+        return jnp.clip(scored, 0, plan.context_blocks)
+
+    total = lax.fori_loop(0, sequences, lambda s, total: total + blocks_of(s), jnp.int32(0))
     begin, end = total * block // num_blocks, total * (block + 1) // num_blocks
     group = _Warpgroup(plan, keys_ref, layer_ref[0] * num_pages, warpgroup, query, weights, **own)
 
     def visit(sequence: jax.Array, before: jax.Array) -> jax.Array:
-        count = counts[sequence]
+        count = blocks_of(sequence)
         first = jnp.maximum(begin - before, 0)
         last = jnp.minimum(end - before, count)
         scores = scores_ref.at[sequence, pl.ds(row_tile * plan.rows_together, plan.rows_together)]

@@ -3,6 +3,7 @@
 A row of a block of inputs is scaled by a power of two, so that it lies in float16's range.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -33,10 +34,8 @@ def convert_rows(rows: Ref, round_to_e4m3: bool) -> Float[Array, " rows"]:
     bits = plgpu.load(rows, layout=_layout(rows.shape[-1]))
     values = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
     largest = lax.bitcast_convert_type(jnp.max(jnp.abs(values), axis=1), jnp.int32)
-    if round_to_e4m3:
-        exponent = scale_exponent(largest, LEAST_SCALE)
-    else:
-        exponent = float16_exponent(largest)
+    least = functools.partial(scale_exponent, least=LEAST_SCALE)
+    exponent = (least if round_to_e4m3 else float16_exponent)(largest)
     reciprocal = lax.bitcast_convert_type((2 * _BIAS - exponent) << 23, jnp.float32)
     scaled = values * lax.broadcast_in_dim(reciprocal, values.shape, (0,))
     if round_to_e4m3:

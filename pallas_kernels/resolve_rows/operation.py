@@ -23,7 +23,7 @@ def resolve_rows(
     A host row selected by several rows of a sequence is staged once. Of the entries whose rows none
     selects those give way whose index scores have the lowest running mean, in their order where it
     is equal; empty ones first. Where they do not suffice, the rest stay in host memory, to be read
-    in place.
+    in place. A sequence that selects no host row keeps its means as they are.
 
     Args:
         row_cache: the row cache of all slots.

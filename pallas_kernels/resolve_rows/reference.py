@@ -100,7 +100,8 @@ def resolve_rows(
     entry_of_row = entry_of_row.at[jnp.where(staged, target, num_slots), rows].set(
         replaced_entry.astype(entry_of_row.dtype), mode="drop"
     )
-    changed = jnp.where(leased, selected.slots, num_slots)
+    # Nothing counts in a sequence that selects no host row.
+    changed = jnp.where(jnp.any(wanted, axis=1), selected.slots, num_slots)
 
     def physical(entry: Array) -> Array:
         page = row_cache.page[sequence, entry // rows_per_page]

@@ -1,29 +1,31 @@
 """Selection as a tournament of blocks, each exact, until one block a row is left.
 
 A block holds up to 8,192 scores of a row in registers, finds the threshold of its own best k by
-counting, and lists their indices in ascending order. XLA gathers what they name, and the next round
-selects from it. So scores are read from memory once, no block waits for another, and a row of 128K
-scores takes three rounds.
+counting, and lists them in the order they are in. The next round selects from its lists. So scores
+are read from memory once, no block waits for another, and a row of 128K scores takes three rounds.
 
-After the first round a row's candidates are in lists [lists, rows, width], one from each block. The
-devices of a mesh are one round more: `merge_topk` selects from the lists of all of them, as
-`all_gather` leaves them. In its place their common threshold could be had with counts alone:
-`block_selection.bisect` asks for a count from a bound on, which may be a sum over blocks and a
-`psum` over devices.
+After the first round a row's candidates are in lists [lists, rows, width], one from each block.
+
+`merge_topk` needs no order but that of a shard's own list: it finds the threshold of all shards'
+lists, by counts alone, and keeps what of the shard's list is above it.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import block_selection
-from pallas_kernels.common.types import Interpret
+from pallas_kernels.common.scatter import scatter
+from pallas_kernels.common.types import Interpret, Ref, Scalar
+
+LARGEST_MERGE = 16384
+"""Most candidates that are merged: 128 registers a thread."""
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -51,12 +53,12 @@ def select_topk(
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """`operation.select_topk`; if not `ordered`, positions ascend."""
     kept = min(k, scores.shape[1])
-    index = _best_of_blocks(
-        scores[None], kept, bounds=(positions, last), first=first, interpret=interpret
+    lists = _best_of_blocks(
+        scores[None], positions, kept, bounds=(first, last), interpret=interpret
     )
-    best = _take(scores[None], index), jnp.where(index < 0, -1, positions[jnp.maximum(index, 0)])
-    scores, positions = _finish(*best, kept, by_position=False, interpret=interpret)
-    scores = jnp.where(scores == 0, 0.0, scores)
+    while lists[0].shape[0] > 1:
+        lists = _best_of_blocks(*lists, kept, interpret=interpret)
+    scores, positions = (each[0, :, :kept] for each in lists)
     if ordered:
         scores, positions = lax.sort((-scores, positions), num_keys=2)
         scores = jnp.where(scores == 0, 0.0, -scores)
@@ -67,64 +69,123 @@ def select_topk(
     )
 
 
+def unsupported_merge(num_shards: int, k: int) -> str | None:
+    """Why the kernel cannot merge so many lists of k, None if it can."""
+    if num_shards > 1 and num_shards * _padded(k) > LARGEST_MERGE:
+        return f"{num_shards} lists of k={k} are more than {LARGEST_MERGE} candidates"
+    return None
+
+
 def merge_topk(
     scores: Float[Array, "shards rows k"],
     positions: Int[Array, "shards rows k"],
+    shard: Int[Array, ""],
     *,
     interpret: Interpret,
 ) -> Int[Array, "rows k"]:
-    """`operation.merge_topk`."""
-    num_shards, _, k = scores.shape
+    """`operation.merge_topk`: one block a row, which has the keys of all shards in registers."""
+    num_shards, num_rows, k = scores.shape
     if num_shards == 1:
-        best = positions[0]
-    else:
-        missing = [(0, 0), (0, 0), (0, -k % block_selection.GRANULE)]
+        return positions[0]
+    width = _padded(k)
+    if width > k:
+        missing = [(0, 0), (0, 0), (0, width - k)]
         scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
         positions = jnp.pad(positions, missing, constant_values=-1)
-        _, best = _finish(scores, positions, k, by_position=True, interpret=interpret)
-    ordered = jnp.sort(jnp.where(best < 0, _LAST, best), axis=-1)
-    return jnp.where(ordered == _LAST, -1, ordered)
+    merged = plgpu.kernel(
+        functools.partial(_merge_row, k=k, interpreted=interpret is not None),
+        out_type=jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
+        grid=(num_rows,),
+        grid_names=("row",),
+        scratch_types=[plgpu.SMEM((block_selection.buffer_size(width),), jnp.int32)],
+        kernel_name="merge_topk",
+        interpret=interpret,
+    )(scores, positions, jnp.asarray(shard, jnp.int32).reshape(1))
+    return merged[:, :k]
 
 
-def _finish(
-    scores: Float[Array, "lists rows width"],
-    positions: Int[Array, "lists rows width"],
-    k: int,
+def _padded(k: int) -> int:
+    return -(-k // block_selection.GRANULE) * block_selection.GRANULE
+
+
+def _merge_row(
+    scores_ref: Ref,
+    positions_ref: Ref,
+    shard_ref: Ref,
+    merged_ref: Ref,
+    buffer: Ref,
     *,
-    by_position: bool,
-    interpret: Interpret,
-) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
-    """The best k of each row, by rounds, in the order they are in; of equal scores those of the
-    lowest positions, or the first. Where there are fewer, -inf and -1."""
-    while scores.shape[0] > 1:
-        order = positions if by_position else None
-        index = _best_of_blocks(scores, k, order=order, interpret=interpret)
-        scores, positions = _take(scores, index), _take(positions, index)
-    return scores[0, :, :k], positions[0, :, :k]
+    k: int,
+    interpreted: bool,
+) -> None:
+    """The kernel: one row on one warpgroup. References are those of `merge_topk`, and a buffer."""
+    row, shard = lax.axis_index("row"), shard_ref[0]
+    num_shards, _, width = scores_ref.shape
+
+    def keys_of(number: Scalar) -> jax.Array:
+        scores = block_selection.load(scores_ref.at[number, row], 0, width)
+        return _keys(scores, scores > -jnp.inf)
+
+    keys = [keys_of(number) for number in range(num_shards)]
+
+    def total(marked: Callable[[int], jax.Array]) -> jax.Array:
+        """Number of all shards' candidates that are marked, given those of a shard."""
+        return jnp.sum(sum(marked(number).astype(jnp.int32) for number in range(num_shards)))
+
+    def positions_of(number: Scalar) -> jax.Array:
+        return block_selection.load(positions_ref.at[number, row], 0, width)
+
+    lowest = [
+        jnp.min(jnp.where(each > block_selection.NEVER, each, jnp.iinfo(jnp.int32).max))
+        for each in keys
+    ]
+    found = total(lambda number: keys[number] > block_selection.NEVER)
+    wanted = jnp.minimum(found, k)
+    threshold, found = block_selection.bisect(
+        lambda key: total(lambda number: keys[number] >= key),
+        wanted,
+        functools.reduce(jnp.minimum, lowest),
+        functools.reduce(jnp.maximum, map(jnp.max, keys)) + 1,
+        found,
+    )
+    room = wanted - total(lambda number: keys[number] > threshold)
+    # Positions are read again in each turn, of which there are none but where scores are equal.
+    bound, _ = block_selection.bisect(
+        lambda bound: total(
+            lambda number: (keys[number] == threshold) & (positions_of(number) < -bound)
+        ),
+        room,
+        jnp.int32(-_LAST),
+        jnp.int32(0),
+        found - wanted + room,
+    )
+    own, positions = keys_of(shard), positions_of(shard)
+    chosen = (own > threshold) | ((own == threshold) & (positions < -bound))
+    rank = block_selection.ranks(chosen, buffer)
+    scatter(buffer, rank, positions, interpreted=interpreted)
+    best = block_selection.load(buffer, 0, width)
+    merged_ref[row] = jnp.where(
+        block_selection.indices(width) < block_selection.count(chosen), best, -1
+    )
 
 
-def _take(
-    values: Shaped[Array, "lists rows width"], index: Int[Array, "blocks rows kept"]
-) -> Shaped[Array, "blocks rows kept"]:
-    """Entries that indices name in a row of all lists; where they are -1, -inf or -1."""
-    _, num_rows, width = values.shape
-    named = jnp.maximum(index, 0)
-    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    place = (lax.div(named, width) * num_rows + row) * width + lax.rem(named, width)
-    found = values.reshape(-1).at[place].get(mode="promise_in_bounds")
-    return jnp.where(index < 0, -jnp.inf if values.dtype == jnp.float32 else -1, found)
+def _keys(scores: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Integers in the order of the scores; NEVER where not allowed."""
+    # Scores of 0 are equal, whatever their sign.
+    values = block_selection.ordered_bits(jnp.where(scores == 0, 0.0, scores))
+    return jnp.where(allowed, values, block_selection.NEVER)
 
 
 def _best_of_blocks(
     scores: Float[Array, "lists rows width"],
+    positions: Int[Array, "*lists_rows width"],
     k: int,
     *,
-    bounds: tuple[Int[Array, " width"], Int[Array, " rows"]] | None = None,
-    first: int = 0,
-    order: Int[Array, "lists rows width"] | None = None,
+    bounds: tuple[int, Int[Array, " rows"]] | None = None,
     interpret: Interpret,
-) -> Int[Array, "blocks rows kept"]:
-    """One round: indices of the best k of each block of a row, ascending, then -1.
+) -> tuple[Float[Array, "blocks rows kept"], Int[Array, "blocks rows kept"]]:
+    """One round: the best k of each block of a row, in their order, then -inf and -1; of equal
+    scores the first.
 
     A row's candidates are in several lists, which are numbered through. A block is a part of the
     one list that there is, or some of several lists.
@@ -132,11 +193,9 @@ def _best_of_blocks(
     Args:
         scores: scores of the candidates; -inf is never chosen. Several lists are of a multiple of
             GRANULE each, and two of them fit into a block.
+        positions: their positions; given bounds, those of the one list of every row, ascending.
         k: how many are wanted.
-        bounds: positions of one list's candidates, ascending, and the last to choose, by row.
-        first: first position to choose, given bounds.
-        order: what breaks ties, distinct and not negative where a score is above -inf; by default
-            the index.
+        bounds: the first position to choose, and the last, by row.
         interpret: parameters of the interpreter.
     """
     num_lists, num_rows, width = scores.shape
@@ -146,51 +205,46 @@ def _best_of_blocks(
     elif missing := -size % block_selection.GRANULE:
         # A row of less than a block.
         scores = jnp.pad(scores, [(0, 0), (0, 0), (0, missing)], constant_values=-jnp.inf)
-        if bounds is not None:
-            bounds = (jnp.pad(bounds[0], (0, missing), constant_values=_LAST), bounds[1])
+        widths = [(0, 0)] * (positions.ndim - 1) + [(0, missing)]
+        positions = jnp.pad(positions, widths, constant_values=_LAST)
         size += missing
-    num_blocks = pl.cdiv(num_lists * width, size)
-    kept = -(-k // block_selection.GRANULE) * block_selection.GRANULE
-    optional = [*(bounds or ()), *(() if order is None else (order,))]
-    return plgpu.kernel(
-        functools.partial(
-            _block,
-            size=size,
-            k=k,
-            first=None if bounds is None else first,
-            by_order=order is not None,
-        ),
-        out_type=jax.ShapeDtypeStruct((num_blocks, num_rows, kept), jnp.int32),
-        grid=(num_rows, num_blocks),
+    lists = (pl.cdiv(num_lists * width, size), num_rows, _padded(k))
+    first, *last = (None,) if bounds is None else bounds
+    best, chosen = plgpu.kernel(
+        functools.partial(_block, size=size, k=k, first=first, interpreted=interpret is not None),
+        out_type=[jax.ShapeDtypeStruct(lists, dtype) for dtype in (jnp.float32, jnp.int32)],
+        grid=(num_rows, lists[0]),
         grid_names=("row", "block"),
         scratch_types=[plgpu.SMEM((block_selection.buffer_size(size),), jnp.int32)],
         kernel_name="select_topk",
         interpret=interpret,
-    )(scores, *optional)
+    )(scores, positions, *last)
+    return best, chosen
 
 
 def _block(
-    scores_ref: Any,
-    *references: Any,
+    scores_ref: Ref,
+    positions_ref: Ref,
+    *references: Ref,
     size: int,
     k: int,
     first: int | None,
-    by_order: bool,
+    interpreted: bool,
 ) -> None:
     """The kernel: one block of one row on one warpgroup.
 
-    References are those of `_best_of_blocks`, in its order: scores, bounds, order, then the indices
-    to write, and the buffer.
+    References are those of `_best_of_blocks`, in its order: scores, positions, given bounds the
+    last positions, then scores and positions to write, and the buffer.
     """
-    *optional, index_ref, buffer = references
+    *last, best_ref, chosen_ref, buffer = references
     row, block = lax.axis_index("row"), lax.axis_index("block")
     num_lists, _, width = scores_ref.shape
-    kept = index_ref.shape[-1]
+    kept = best_ref.shape[-1]
     # The last block begins early enough to be full, and leaves out what the one before it has.
     begin = block * size
     start = jnp.minimum(begin, num_lists * width - size)
 
-    def candidates(reference: Any) -> jax.Array:
+    def candidates(reference: Ref) -> jax.Array:
         """Part of a row of all lists that the block has."""
         if num_lists == 1:
             return block_selection.load(reference.at[0, row], start, size)
@@ -202,40 +256,47 @@ def _block(
         joined = block_selection.load(buffer, 0, size)
         return lax.bitcast_convert_type(joined, reference.dtype)
 
-    def keys() -> tuple[jax.Array, jax.Array]:
-        """Keys, and the index of each in the block."""
+    def positions() -> jax.Array:
+        if first is None:
+            return candidates(positions_ref)
+        return block_selection.load(positions_ref, start, size)
+
+    def keys() -> jax.Array:
         scores = candidates(scores_ref)
-        index = block_selection.indices(size)
-        allowed = (scores > -jnp.inf) & (index >= begin - start)
+        allowed = (scores > -jnp.inf) & (block_selection.indices(size) >= begin - start)
         if first is not None:
-            positions = block_selection.load(optional[0], start, size)
-            allowed &= (positions >= first) & (positions <= optional[1][row])
-        # Scores of 0 are equal, whatever their sign.
-        values = block_selection.ordered_bits(jnp.where(scores == 0, 0.0, scores))
-        return jnp.where(allowed, values, block_selection.NEVER), index
+            here = positions()
+            allowed &= (here >= first) & (here <= last[0][row])
+        return _keys(scores, allowed)
 
     def run() -> None:
-        values, index = keys()
+        values = keys()
         wanted = jnp.minimum(block_selection.count(values > block_selection.NEVER), k)
 
         @pl.when(wanted > 0)
         def _() -> None:
-            order, limit = index, size
-            if by_order:
-                order, limit = candidates(optional[-1]), _LAST
-            chosen = block_selection.choose(values, wanted, order, limit)
-            block_selection.compact(chosen, buffer)
-            found = start + block_selection.load(buffer, 0, kept)
-            index_ref[block, row] = jnp.where(block_selection.indices(kept) < wanted, found, -1)
+            chosen = block_selection.choose(values, wanted, block_selection.indices(size), size)
+            rank = block_selection.ranks(chosen, buffer)
+            is_found = block_selection.indices(kept) < wanted
+
+            def close_up(values: jax.Array) -> jax.Array:
+                scatter(buffer, rank, values, interpreted=interpreted)
+                return block_selection.load(buffer, 0, kept)
+
+            best = block_selection.values_of_bits(close_up(values))
+            best_ref[block, row] = jnp.where(is_found, best, -jnp.inf)
+            chosen_ref[block, row] = jnp.where(is_found, close_up(positions()), -1)
 
         pl.when(wanted == 0)(nothing)
 
     def nothing() -> None:
-        index_ref[block, row] = block_selection.filled(kept, -1)
+        none = block_selection.filled(kept, -1)
+        best_ref[block, row] = jnp.where(none < 0, -jnp.inf, 0.0)
+        chosen_ref[block, row] = none
 
     if first is None:
         run()
     else:
-        reached = optional[0][start] <= optional[1][row]
+        reached = positions_ref[start] <= last[0][row]
         pl.when(reached)(run)
         pl.when(~reached)(nothing)

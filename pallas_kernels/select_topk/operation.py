@@ -26,42 +26,45 @@ def select_topk(
         first: lowest position that may be selected.
         last: highest position that may be selected, by row.
         k: how many.
-        ordered: whether the best must come first; otherwise the order is any, and a kernel saves
-            the sort.
+        ordered: whether the best come first, for which a kernel sorts; otherwise they are in the
+            order of their positions.
         implementation: None takes the kernel on a GPU where it supports the shapes.
 
     Returns:
-        Scores in descending order, then -inf; their positions, then -1. -0.0 is returned as 0.0.
+        Scores in descending order, or that of positions, then -inf; their positions, then -1. -0.0
+        is returned as 0.0.
 
     Raises:
         ValueError: the kernel is asked for, and does not support the shapes.
     """
     return run(
         implementation,
-        lambda scores, positions, last: reference.select_topk(scores, positions, first, last, k),
+        functools.partial(reference.select_topk, first=first, k=k, ordered=ordered),
         functools.partial(mosaic_gpu.select_topk, first=first, k=k, ordered=ordered),
         mosaic_gpu.unsupported(scores.shape[1], k),
         scores,
         positions,
-        last,
+        last=last,
     )
 
 
 def merge_topk(
     scores: Float[Array, "shards rows k"],
     positions: Int[Array, "shards rows k"],
+    shard: Int[Array, ""],
     *,
     implementation: Implementation | None = None,
 ) -> Int[Array, "rows k"]:
-    """The best k of the selections of several shards of a context.
+    """One shard's part of the best k of the selections of several shards of a context.
 
     Args:
         scores: each shard's best scores, -inf where it has fewer; no NaN.
-        positions: their positions, -1 where it has fewer; disjoint between shards.
+        positions: their positions, ascending, then -1 where it has fewer; disjoint between shards.
+        shard: whose positions are returned.
         implementation: None takes the kernel on a GPU where it supports the shapes.
 
     Returns:
-        Selected positions in ascending order, then -1.
+        The shard's positions that are among the best k of all, ascending, then -1.
 
     Raises:
         ValueError: the kernel is asked for, and does not support the shapes.
@@ -71,7 +74,8 @@ def merge_topk(
         implementation,
         reference.merge_topk,
         mosaic_gpu.merge_topk,
-        mosaic_gpu.unsupported(num_shards * k, k),
+        mosaic_gpu.unsupported_merge(num_shards, k),
         scores,
         positions,
+        shard,
     )

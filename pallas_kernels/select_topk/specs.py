@@ -75,12 +75,12 @@ def positions_of(spec: SelectSpec) -> Int[Array, " context"]:
 def selections(
     spec: SelectSpec, rng: np.random.Generator, tied: bool
 ) -> tuple[Float[Array, "shards rows k"], Int[Array, "shards rows k"]]:
-    """Selections of the devices, in no order, some of them less than k."""
+    """Selections of the devices in the order of their positions, some of them less than k."""
     shape = (spec.shards, spec.num_rows, spec.k)
     scores = rng.integers(0, 3, shape) - 1.0 if tied else rng.normal(size=shape)
     # Every row has positions of its own, those of a device congruent.
     local = rng.permuted(np.tile(np.arange(2 * spec.k), (*shape[:2], 1)), axis=2)[..., : spec.k]
-    positions = local * spec.shards + np.arange(spec.shards)[:, None, None]
+    positions = np.sort(local) * spec.shards + np.arange(spec.shards)[:, None, None]
     missing = np.arange(spec.k) >= rng.integers(0, 2 * spec.k, shape[:2])[..., None]
     scores, positions = np.where(missing, -np.inf, scores), np.where(missing, -1, positions)
     return jnp.asarray(scores, jnp.float32), jnp.asarray(positions, jnp.int32)

@@ -14,7 +14,7 @@ from scripts.aot.hlo_program import HloProgram
 
 pytestmark = pytest.mark.slow
 CALLS = 2
-KERNELS = {"select_topk": 2, "merge_topk": 2}
+KERNELS = {"select_topk": 2}
 """Kernels that a call launches, where it is more than one."""
 BESIDE_XLA = ("resolve_rows",)
 """Operations with state of which XLA does a part."""

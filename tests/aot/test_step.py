@@ -53,6 +53,9 @@ def test_launches_by_part(compiled: tuple[DecodeStep, CompileReport]) -> None:
     assert sum(kinds.total() for kinds in parts.values()) == report.launches
     assert parts["append"]["append_rows"] == report.launch_counts["append_rows"]
     assert parts["select"]["index_scores"] == parts["resolve"]["resolve_rows"] == 2
+    # Two layers select. Nothing is sorted or waits for a loop.
+    assert parts["select"].total() + parts["resolve"].total() <= 2 * 28
+    assert "sort" not in parts["select"]
     assert parts["output"]["all-to-all"] == report.launch_counts["all-to-all"]
 
 
@@ -79,8 +82,8 @@ def test_kernels(compiled: tuple[DecodeStep, CompileReport]) -> None:
     """An operation that is not its kernel, or a kernel that spills."""
     _, report = compiled
     names = (
-        "append_rows index_scores matmul per_head_matmul resolve_rows rms_norm select_topk"
-        " sparse_attention stage_pages stage_rows"
+        "append_rows index_scores matmul merge_topk per_head_matmul resolve_rows rms_norm"
+        " select_topk sparse_attention stage_pages stage_rows"
     )
     experts = {f"experts_{part}" for part in ("route", "tiles", "gate_up", "down", "combine")}
     assert {kernel.name for kernel in report.kernels} == {*names.split(), *experts}

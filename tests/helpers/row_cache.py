@@ -33,9 +33,13 @@ class RowCacheModel:
         """Takes the host rows that all rows of a step select, in order, and each row-cache row's
         score.
 
-        Of the rows that the step does not need, those with the lowest means give way, empty ones
-        before all and of equals the first; in the order of their numbers they take the missed rows.
+        Without any, nothing changes. Of the rows that the step does not need, those with the lowest
+        means give way, empty ones before all and of equals the first; in the order of their numbers
+        they take the missed rows.
         """
+        if not selected:
+            self.hits, self.missed, self.staged = 0, (), {}
+            return
         held = {position: row for row, position in enumerate(self.rows) if position >= 0}
         self.hits = sum(position in held for position in selected)
         self.missed = tuple(dict.fromkeys(p for p in selected if p not in held))

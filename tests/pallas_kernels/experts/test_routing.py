@@ -60,7 +60,7 @@ def test_tiles(
     experts = jnp.asarray(chosen, jnp.int32)
     tiles = make_tiles(experts, num_experts, 8, interpret=INTERPRET)
     used, headers, pairs = (np.asarray(x) for x in (tiles.used, tiles.header, tiles.pairs))
-    plan = TilePlan(tokens, per_token, num_experts, 8)
+    plan = TilePlan(tokens, per_token, num_experts, 8, interpreted=True)
     assert used[0] <= plan.most_tiles == len(headers)
     found: dict[int, list[int]] = {}
     for (expert, count, *_), places in zip(headers[: used[0]], pairs, strict=False):

@@ -36,14 +36,17 @@ def compiled(k: int, first: int) -> Callable:
 
 @functools.cache
 def compiled_sharded(k: int, shards: int) -> Callable:
-    """Returns selection over a context of which shard i has the positions i modulo `shards`."""
+    """Returns selection over a context of which shard i has the positions i modulo `shards`: the
+    parts of all shards."""
 
     def run(scores: jax.Array, last: jax.Array) -> jax.Array:
         found = []
         for shard in range(shards):
             positions = jnp.arange(shard, CONTEXT, shards)
-            found.append(select_topk(scores[:, shard::shards], positions, FIRST, last, k))
-        return merge_topk(jnp.stack([x for x, _ in found]), jnp.stack([x for _, x in found]))
+            part = scores[:, shard::shards]
+            found.append(select_topk(part, positions, FIRST, last, k, ordered=False))
+        lists = [jnp.stack(each) for each in zip(*found, strict=True)]
+        return jax.vmap(functools.partial(merge_topk, *lists))(jnp.arange(shards))
 
     return jax.jit(run)
 
@@ -79,19 +82,21 @@ def test_merge_equals_the_unsharded_selection(
     shards: int, scores: tuple, lasts: tuple[int, int], k: int
 ) -> None:
     """A selection that depends on the number of devices, or is not in ascending order."""
-    merged = compiled_sharded(k, shards)(
-        np.asarray(scores, np.float32), np.asarray(lasts, np.int32)
-    )
-    for row, last, selected in zip(scores, lasts, merged, strict=True):
-        assert selected.tolist() == filled(sorted(best(row, FIRST, last, k)), k, NONE)
+    parts = compiled_sharded(k, shards)(np.asarray(scores, np.float32), np.asarray(lasts, np.int32))
+    for shard, part in enumerate(parts):
+        for row, last, selected in zip(scores, lasts, part, strict=True):
+            owned = [p for p in sorted(best(row, FIRST, last, k)) if p % shards == shard]
+            assert selected.tolist() == filled(owned, k, NONE)
 
 
 def test_merge_of_signed_zeros() -> None:
     """Zeros of either sign ranked apart by the merge itself."""
     scores = jnp.asarray([[[0.0, 0.0]], [[-0.0, -1.0]], [[0.0, -0.0]]])
     positions = jnp.asarray([[[4, 7]], [[2, 5]], [[3, 9]]])
-    assert merge_topk(scores, positions).tolist() == [[2, 3]]
-    assert merge_topk(scores[::-1], positions[::-1]).tolist() == [[2, 3]]
+    for order in (slice(None), slice(None, None, -1)):
+        lists = scores[order], positions[order]
+        parts = [merge_topk(*lists, jnp.int32(shard)).tolist() for shard in range(3)]
+        assert parts[order] == [[[NONE, NONE]], [[2, NONE]], [[3, NONE]]]
 
 
 def test_ties_at_full_size() -> None:
