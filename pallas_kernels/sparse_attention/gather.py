@@ -80,12 +80,12 @@ class Gatherer:
         """Begins to copy a row, which lies in the slab or in host memory."""
         plan, memory, landed = self.plan, self.memory, self.shared.landed.at[slot]
         layer = memory.layer[0]
-        pieces, width = plan.pieces
 
         def copy(source: Ref, row: Scalar) -> None:
-            for piece in range(pieces):
-                target = self.shared.stored.at[slot, piece, pl.ds(number, 1), pl.ds(0, width)]
-                load(source.at[pl.ds(row * pieces + piece, 1)], target, landed)
+            for piece, first, size in plan.copies:
+                columns = pl.ds(piece * plan.pieces[1] + first, size)
+                target = self.shared.stored.at[slot, piece, pl.ds(number, 1), pl.ds(first, size)]
+                load(source.at[pl.ds(row, 1), columns], target, landed)
 
         def copy_from_slab() -> None:
             index = layer * plan.layer_rows + row_id

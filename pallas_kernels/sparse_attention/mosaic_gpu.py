@@ -63,11 +63,9 @@ def sparse_attention(
     if num_blocks is None:
         num_blocks = _NUM_BLOCKS if interpret is None else 2
     width = LATENT + tail_width(query.dtype)
-    # A piece of a row a line, all of one piece of memory: its copy needs no descriptor.
-    pieces, piece = plan.pieces
-    operands = [query, slab.reshape(-1, piece)]
+    operands = [query, slab.reshape(-1, slab.shape[3])]
     if host is not None:
-        operands.append(host.reshape(-1, host.shape[2] * pieces, piece))
+        operands.append(host.reshape(-1, *host.shape[2:]))
 
     def body(*refs: Ref, query_and_mean: Ref, **scratch: Ref) -> None:
         query, slab, *on_host, layer, row_ids, count, packed = refs

@@ -82,12 +82,24 @@ class Plan:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Copies of a row, and the elements of each.
+        """Pieces of a row in shared memory, and the elements of each.
 
-        Half a bfloat16 row is an odd number of 64 bytes: rows of halves one after another can be
-        read four together without bank conflicts.
+        Half a bfloat16 row is an odd number of 64 bytes: halves of rows one after another can be
+        read without bank conflicts.
         """
         return (1, (LATENT + 16 + 2 * ROPE) // 4) if self.fp8_rows else (2, VALUES // 2)
+
+    @property
+    def copies(self) -> tuple[tuple[int, int, int], ...]:
+        """Copies of a row: the piece, the first element in it, and how many.
+
+        Mosaic would tile and swizzle memory whose rows and copies are all multiples of 32 bytes,
+        and copy by tensor descriptors: hence the last copy.
+        """
+        _, width = self.pieces
+        if self.fp8_rows:
+            return ((0, 0, width),)
+        return ((0, 0, width), (1, 0, width - 8), (1, width - 8, 8))
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
@@ -104,7 +116,7 @@ class Plan:
             "weights": plgpu.SMEM((SLOTS, HEADS, TILE), jnp.bfloat16, transforms=OPERAND),
             "factors": plgpu.SMEM((SLOTS + 1, HEADS), jnp.float32),
             "stored": plgpu.SMEM((SLOTS, pieces, TILE, pitch), stored),
-            "landed": plgpu.Barrier(num_barriers=SLOTS, num_arrivals=pieces * TILE),
+            "landed": plgpu.Barrier(num_barriers=SLOTS, num_arrivals=len(self.copies) * TILE),
             "full": plgpu.Barrier(num_barriers=SLOTS),
             "empty": plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
             "weighted": plgpu.Barrier(num_barriers=SLOTS),
