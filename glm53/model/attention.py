@@ -73,20 +73,24 @@ class Attention(nnx.Module):
         return bind_heads(self.kv_b_proj.stack, layer, taken=taken, transpose=keys)
 
     def projector(
-        self, layer: Index, row_format: RowFormat
+        self, layer: Index, row_format: RowFormat, *, many_rows: bool
     ) -> Callable[[Array, Array, Array], Projected]:
         """A function from normalised rows [tokens, hidden], cosines and sines to `Projected`.
 
         Args:
             layer: the layer.
             row_format: format of the rows that queries will meet.
+            many_rows: see `bind_together`.
         """
         config = self.config
         project_down = bind_together(
-            [self.q_a_proj.stack, self.kv_a_proj_with_mqa.stack], [(layer,), (layer,)]
+            [self.q_a_proj.stack, self.kv_a_proj_with_mqa.stack],
+            [(layer,), (layer,)],
+            many_rows=many_rows,
         )
         q_norm, kv_norm = self.q_a_layernorm.bind(layer), self.kv_a_layernorm.bind(layer)
-        q_b, to_latent = self.q_b_proj.bind(layer), self._absorbed(layer, keys=True)
+        q_b = self.q_b_proj.bind(layer, many_rows=many_rows)
+        to_latent = self._absorbed(layer, keys=True)
 
         def project(rows: Array, cos: Array, sin: Array) -> Projected:
             query_latent, kv = project_down(rows)
@@ -104,15 +108,18 @@ class Attention(nnx.Module):
 
         return project
 
-    def output(self, layer: Index, row_format: RowFormat) -> Callable[[Array], Array]:
+    def output(
+        self, layer: Index, row_format: RowFormat, *, many_rows: bool
+    ) -> Callable[[Array], Array]:
         """A function from attention to each device's rows [devices, tokens, heads, width] to this
         device's part of the output [tokens, hidden].
 
         Args:
             layer: the layer.
             row_format: format of the rows.
+            many_rows: see `bind_together`.
         """
-        o_proj = self.o_proj.bind(layer)
+        o_proj = self.o_proj.bind(layer, many_rows=many_rows)
         to_value = self._absorbed(layer, keys=False)
         dtype = self.config.compute_dtype
 

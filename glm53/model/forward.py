@@ -93,6 +93,7 @@ class Forward:
     ) -> None:
         self.model, self.config, self.geometry, self.batch = model, config, geometry, batch
         self.first_position = position_lag
+        self.many_rows = batch.kind == "prefill"
         self.device = lax.axis_index(MESH_AXIS)
         self.positions = batch.flat_positions
         self.scored_keys = ScoredKeys.of(batch, geometry, self.device)
@@ -167,7 +168,7 @@ class Forward:
         DeepSeek sparse attention: DeepSeek-V3.2 (arXiv:2512.02556), equations 1 and 2.
         """
         hidden, update, store, _ = state
-        indexer = self.model.layers.indexer.projector(index.index_layer)
+        indexer = self.model.layers.indexer.projector(index.index_layer, many_rows=self.many_rows)
         hidden, query, kv_latent, k_pe, *indexed = self.project(index, hidden, update, indexer)
         index_query, head_weights, index_key = indexed
         store = self.append(index, store, kv_latent, k_pe)
@@ -203,7 +204,9 @@ class Forward:
         `Indexer.projector` gives, if there is one."""
         norm = self.model.layers.input_layernorm.bind_residual(index.layer)
         attention = self.model.layers.self_attn
-        project = attention.projector(index.layer, self.geometry.row_format)
+        project = attention.projector(
+            index.layer, self.geometry.row_format, many_rows=self.many_rows
+        )
 
         def project_tile(hidden: Array, update: Array, *angles: Array) -> tuple[Array, ...]:
             hidden, rows = norm(hidden, update)
@@ -297,7 +300,7 @@ class Forward:
         """Local heads' attention, merged over the devices that own the rows, and projected."""
         attended = lax.all_to_all(attended, MESH_AXIS, split_axis=0, concat_axis=0)
         attention = self.model.layers.self_attn
-        project = attention.output(index.layer, self.geometry.row_format)
+        project = attention.output(index.layer, self.geometry.row_format, many_rows=self.many_rows)
         return lax.psum(map_rows(project, attended, axis=1), MESH_AXIS)
 
     def mlp(
@@ -314,7 +317,7 @@ class Forward:
     @jax.named_scope("dense")
     def _dense(self, index: LayerIndex, state: tuple[Array, Array]) -> tuple[Array, Array]:
         norm = self.model.layers.post_attention_layernorm.bind_residual(index.layer)
-        mlp = self.model.layers.dense_mlp.bind(index.mlp_layer)
+        mlp = self.model.layers.dense_mlp.bind(index.mlp_layer, many_rows=self.many_rows)
 
         def run_tile(hidden: Array, update: Array) -> tuple[Array, Array]:
             hidden, rows = norm(hidden, update)
@@ -327,7 +330,7 @@ class Forward:
     def _experts(self, index: LayerIndex, state: tuple[Array, Array]) -> tuple[Array, Array]:
         moe = self.model.layers.moe
         norm = self.model.layers.post_attention_layernorm.bind_residual(index.layer)
-        score = moe.gate.bind(index.mlp_layer)
+        score = moe.gate.bind(index.mlp_layer, many_rows=self.many_rows)
 
         def score_tile(hidden: Array, update: Array) -> tuple[Array, Array, Array]:
             hidden, rows = norm(hidden, update)

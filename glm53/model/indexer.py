@@ -68,15 +68,22 @@ class Indexer(nnx.Module):
         )
         self.config = config
 
-    def projector(self, index_layer: Index) -> Callable[..., tuple[Array, Array, Array]]:
+    def projector(
+        self, index_layer: Index, *, many_rows: bool
+    ) -> Callable[..., tuple[Array, Array, Array]]:
         """A function from normalised rows [t, hidden], normalised query latents, cosines and sines
         to index queries [t, heads, width], head weights [t, heads] with all constant scales folded
         in (float32), and the index key [t, width] (float32).
 
         The first `qk_rope_head_dim` of the width are rotated.
+
+        Args:
+            index_layer: the indexer.
+            many_rows: see `bind_together`.
         """
-        config = self.config
-        wq_b, wk, norm = (part.bind(index_layer) for part in (self.wq_b, self.wk, self.k_norm))
+        config, norm = self.config, self.k_norm.bind(index_layer)
+        wq_b, wk = (part.bind(index_layer, many_rows=many_rows) for part in (self.wq_b, self.wk))
+        # So few outputs are one tile, in which many rows gain nothing.
         weigh_heads = self.weights_proj.bind(index_layer, dtype=jnp.float32)
         scale = (config.index_n_heads * config.index_head_dim) ** -0.5
 

@@ -74,10 +74,20 @@ class Linear(nnx.Module):
             input_part=input_part,
         )
 
-    def bind(self, *index: Index, dtype: jax.typing.DTypeLike | None = None) -> RowFunction:
-        """A function from rows [..., inputs] to rows [..., outputs] in a dtype, the rows' if left
-        out."""
-        return bind(self.stack, *index, dtype=dtype)
+    def bind(
+        self,
+        *index: Index,
+        dtype: jax.typing.DTypeLike | None = None,
+        many_rows: bool = False,
+    ) -> RowFunction:
+        """A function from rows [..., inputs] to rows [..., outputs].
+
+        Args:
+            index: where in the stack the matrix is.
+            dtype: of the outputs; None takes the rows'.
+            many_rows: see `bind_together`.
+        """
+        return bind(self.stack, *index, dtype=dtype, many_rows=many_rows)
 
 
 class RMSNorm(nnx.Module):

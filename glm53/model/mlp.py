@@ -31,10 +31,17 @@ class GatedMLP(nnx.Module):
         self.up_proj = Linear(config, stack, (width, hidden), (axis, "hidden"))
         self.down_proj = Linear(config, stack, (hidden, width), ("hidden", axis))
 
-    def bind(self, *index: Index) -> RowFunction:
-        """A function from rows [t, hidden] to this device's part of their outputs."""
-        first = bind_together([self.gate_proj.stack, self.up_proj.stack], [index, index])
-        down = self.down_proj.bind(*index)
+    def bind(self, *index: Index, many_rows: bool) -> RowFunction:
+        """A function from rows [t, hidden] to this device's part of their outputs.
+
+        Args:
+            index: where in the stack the MLP is.
+            many_rows: see `bind_together`.
+        """
+        first = bind_together(
+            [self.gate_proj.stack, self.up_proj.stack], [index, index], many_rows=many_rows
+        )
+        down = self.down_proj.bind(*index, many_rows=many_rows)
 
         def apply(rows: Array) -> Array:
             gate, up = first(rows)
@@ -67,10 +74,15 @@ class Router(nnx.Module):
             jnp.zeros((layers, experts), jnp.float32), logical_axes=("layers", "experts")
         )
 
-    def bind(self, layer: Index) -> Callable[[Array], Array]:
-        """A function from rows [tokens, hidden] to scores [tokens, experts]."""
+    def bind(self, layer: Index, *, many_rows: bool) -> Callable[[Array], Array]:
+        """A function from rows [tokens, hidden] to scores [tokens, experts].
+
+        Args:
+            layer: which sparse layer.
+            many_rows: see `bind_together`.
+        """
         stack = MatrixStack(weight=self.weight[...], scale=None, dtype=self.weight[...].dtype)
-        score = bind(stack, layer, dtype=jnp.float32)
+        score = bind(stack, layer, dtype=jnp.float32, many_rows=many_rows)
         return lambda rows: jax.nn.sigmoid(score(rows))
 
 

@@ -51,7 +51,10 @@ class MTPLayer:
             Normalised outputs, from which the next token's logits follow; the store; the selection.
         """
         enorm, hnorm = self.head.enorm.bind(), self.head.hnorm.bind()
-        eh_proj, norm = self.head.eh_proj.bind(), self.head.shared_head_norm.bind_residual()
+        eh_proj, norm = (
+            self.head.eh_proj.bind(many_rows=self.forward.many_rows),
+            self.head.shared_head_norm.bind_residual(),
+        )
 
         def combine(embedded: Array, hidden: Array) -> Array:
             return eh_proj(jnp.concatenate([enorm(embedded), hnorm(hidden)], axis=-1))
